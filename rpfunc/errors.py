@@ -1,0 +1,55 @@
+"""Every error that rpfunc raises on bad input: a `ValueError` that lists all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+
+class RpfuncError(ValueError):
+    """Base of rpfunc's errors; catch it to catch them all.
+
+    >>> raise ModelError.listing("model", ["layer 'a' appears twice"])
+    Traceback (most recent call last):
+    rpfunc.errors.ModelError: model: layer 'a' appears twice
+    """
+
+    @classmethod
+    def listing(cls, subject: str, problems: Sequence[str]) -> Self:
+        """Returns an error that names `subject` and every one of `problems` (at least one)."""
+        if len(problems) == 1:
+            return cls(f"{subject}: {problems[0]}")
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        return cls(f"{subject}: {len(problems)} problems{lines}")
+
+
+class TreeError(RpfuncError):
+    """Two pytrees differ in structure, shape or dtype."""
+
+
+class BatchError(RpfuncError):
+    """A batch's leaves do not fit together, or a cut would not fit the batch."""
+
+
+class ModelError(RpfuncError):
+    """A model's layers, or the parameters given to it, do not fit together."""
+
+
+class PlanError(RpfuncError):
+    """A plan does not cover the model, or asks for what its layers cannot do."""
+
+
+class ScheduleError(RpfuncError):
+    """A schedule misses, repeats or misplaces a task, or would never end."""
+
+
+class StateError(RpfuncError):
+    """A training state was used after it had been donated, or after an update broke it."""
+
+
+class OptionsError(RpfuncError):
+    """An option has a value that cannot work."""
+
+
+class CheckpointError(RpfuncError):
+    """A checkpoint cannot be read, or belongs to something else."""

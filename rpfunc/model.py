@@ -1,0 +1,137 @@
+"""Layers and models: pure functions over explicit parameter subtrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rpfunc import tree
+from rpfunc.batch import Batch
+from rpfunc.errors import ModelError
+
+Params = Mapping[str, Any]
+"""A model's parameters: named subtrees, each a pytree of tensors."""
+
+Flat = tuple[Tensor, ...]
+"""The floating-point leaves of a pytree, in order: gradients and cotangents between layers have this form."""
+
+
+class Form(Protocol):
+    """How a layer's output rows depend on its input rows; see `rpfunc.stream` for the forms there are."""
+
+    def full(self, params: Any, x: Any, batch: Batch) -> Any:
+        """Returns the layer's output for whole rows."""
+
+    def forward(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
+        """Returns the same, working on `chunk` rows at a time."""
+
+    def backward(
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
+    ) -> tuple[Flat, Flat]:
+        """Returns (dx, grads + dparams), `chunk` rows at a time; `cotangent` and `grads` are donated."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A named pure function and the parameter subtrees that it reads: the smallest unit a plan can cut at.
+
+    `reads` is a pytree of subtree names. The function gets the same pytree with each name replaced by that subtree:
+    `reads="block3"` hands it one subtree, `reads={"norm": "final_norm", "head": "embedding"}` a dict of two, `()` none.
+    Layers that name the same subtree share it, and its gradient is the sum over them.
+    """
+
+    name: str
+    form: Form
+    reads: Any = ()
+
+    @property
+    def subtrees(self) -> tuple[str, ...]:
+        """The names in `reads`, in leaf order."""
+        return tuple(tree.leaves(self.reads))
+
+    def select(self, params: Params) -> Any:
+        """Returns what the layer's function gets as its parameters."""
+        return tree.map(lambda name: params[name], self.reads)
+
+    def __call__(self, params: Params, x: Any, batch: Batch) -> Any:
+        """Returns the layer's output for whole rows."""
+        return self.form.full(self.select(params), x, batch)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run of layers. The first gets x = (); the last gives the output that an objective scores.
+
+    Raises ModelError for no layer, for two layers of one name, and for a `reads` that is not made of names.
+    """
+
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        problems = [f"layer {name!r} appears {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
+        problems += [
+            f"layer {layer.name!r} reads {found!r}, which is no subtree name (a string)"
+            for layer in self.layers
+            for found in layer.subtrees
+            if not isinstance(found, str)
+        ]
+        if not self.layers:
+            problems.append("has no layer, needs at least one")
+        if problems:
+            raise ModelError.listing("model", problems)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    def __call__(self, params: Params, batch: Batch) -> Any:
+        """Returns the last layer's output for whole rows."""
+        x: Any = ()
+        for layer in self.layers:
+            x = layer(params, x, batch)
+        return x
+
+    def check(self, params: Params) -> None:
+        """Raises ModelError naming every subtree that is missing or that no layer reads, and every leaf that is no
+        floating-point tensor."""
+        wanted = {name for layer in self.layers for name in layer.subtrees}
+        problems = [f"params lacks subtree {name!r}" for name in sorted(wanted - params.keys())]
+        problems += [f"no layer reads subtree {name!r} of params" for name in sorted(params.keys() - wanted)]
+        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                found = f"{leaf.dtype} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+                problems.append(f"params leaf {path} is a {found}, needs a floating-point tensor")
+        if problems:
+            raise ModelError.listing("model", problems)
+
+    def sum_grads(self, grads: Sequence[Flat | None], params: Params) -> dict[str, Any]:
+        """Returns gradients with the structure of `params` from one flat gradient a layer, added in layer order.
+
+        Sums are float32 or wider; a layer whose gradient is None counts as zero. Shared subtrees meet only here, so
+        that no schedule changes the order of their sum.
+        """
+        totals: dict[str, list[Tensor] | None] = dict.fromkeys(params)
+        for layer, flat in zip(self.layers, grads, strict=True):
+            start = 0
+            for name in layer.subtrees if flat is not None else ():
+                stop = start + len(tree.leaves(params[name]))
+                part, total = list(flat[start:stop]) if flat else [], totals[name]
+                totals[name] = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+                start = stop
+        result = {}
+        for name, total in totals.items():
+            leaves, structure = tree.flatten(params[name])
+            zeros = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves]
+            result[name] = tree.unflatten(structure, zeros if total is None else total)
+        return result
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients of `dtype` parameters are summed: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,38 @@
+"""Objectives: a loss of the form F(Σ over rows of s)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rpfunc.batch import Batch
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss Σ over microbatches of F(Σ over rows of s), in pure functions.
+
+    prepare  whole batch -> batch: run once before any cut (labels are shifted here); adds the leaves `score` reads
+    total    prepared batch -> (): the batch-wide denominator, a sum over examples; it adds up over accumulated batches
+    score    (output (B, T, ...), batch) -> s (B, T) or (B, T, K): the score of each row, which depends on that row alone
+    loss     (sums (B) or (B, K) float64, batch, total) -> (): these examples' share F of the loss, float64
+    linear   F is linear in the sums, so that its derivative is known before they are
+
+    A batch whose total is 0 has loss 0 and zero gradients.
+    """
+
+    name: str
+    prepare: Callable[[Batch], Batch]
+    total: Callable[[Batch], Tensor]
+    score: Callable[[Any, Batch], Tensor]
+    loss: Callable[[Tensor, Batch, Tensor], Tensor]
+    linear: bool = True
+
+
+def weighted_mean(sums: Tensor, total: Tensor) -> Tensor:
+    """Returns Σ sums / total, and 0 with zero gradients where total is 0 (no valid label in the whole batch)."""
+    safe = total.where(total != 0, 1.0)
+    return (sums.sum() / safe).where(total != 0, 0.0)

@@ -1,0 +1,118 @@
+"""Plans: how a model's layers are grouped into stages, forward and backward apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rpfunc.errors import PlanError
+
+
+class Span(NamedTuple):
+    """Layers start to stop, half open; printed `2:5`."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Asymmetric stages: forward groups, one fused stage at the turn, backward groups.
+
+    forward   spans that cover layers 0 to fused.start, in ascending order
+    fused     the last layers, run forward and backward in one task: their forward serves as the recomputation
+    backward  spans that cover the same layers as `forward`, in *ascending* order, cut wherever one likes
+
+    Stages of a kind are numbered by their first layer, so forward stage 2 and backward stage 2 are the same layers
+    where both are cut alike. The fused stage has the number after the last forward stage.
+    Source: RoundPipe (arXiv 2604.27085), asymmetric split.
+
+    >>> Plan.parse("F0:6 X6:8 B0:2 B2:4 B4:6").slots
+    [('F', 0), ('X', 1), ('B', 2), ('B', 1), ('B', 0)]
+    """
+
+    forward: tuple[Span, ...]
+    fused: Span
+    backward: tuple[Span, ...]
+
+    @classmethod
+    def single(cls, num_layers: int) -> Plan:
+        """Returns the plan with the fused stage alone: plain backpropagation, or StreamBP where layers stream."""
+        return cls((), Span(0, num_layers), ())
+
+    @classmethod
+    def cut(cls, num_layers: int, forward: Sequence[int], backward: Sequence[int]) -> Plan:
+        """Returns the plan whose stages start at the given layers; both must begin with 0 and end with fused.start.
+
+        >>> str(Plan.cut(8, forward=[0, 6], backward=[0, 2, 6]))
+        'F0:6 X6:8 B0:2 B2:6'
+        """
+        spans = [tuple(map(Span, cuts[:-1], cuts[1:])) for cuts in (forward, backward)]
+        if not forward or not backward or forward[-1] != backward[-1]:
+            raise PlanError(f"plan: forward cuts {list(forward)} and backward cuts {list(backward)} must end at one layer")
+        return cls(spans[0], Span(forward[-1], num_layers), spans[1])
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Returns the plan that `str` prints so; its words may stand in any order."""
+        words = text.split()
+        found = [(word, re.fullmatch(r"([FXB])(\d+):(\d+)", word)) for word in words]
+        problems = [f"{word!r} is no stage, needs F, X or B and layers, as in 'F0:6'" for word, match in found if not match]
+        stages = sorted((m[1], Span(int(m[2]), int(m[3]))) for _, m in found if m)
+        fused = [span for kind, span in stages if kind == "X"]
+        if len(fused) != 1:
+            problems.append(f"has {len(fused)} fused stages (X), needs exactly one")
+        if problems:
+            raise PlanError.listing(f"plan {text!r}", problems)
+        forward, backward = (tuple(span for kind, span in stages if kind == wanted) for wanted in "FB")
+        return cls(forward, fused[0], backward)
+
+    def __str__(self) -> str:
+        return " ".join(
+            [f"F{span}" for span in self.forward] + [f"X{self.fused}"] + [f"B{span}" for span in self.backward]
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the plan covers."""
+        return self.fused.stop
+
+    @property
+    def slots(self) -> list[tuple[str, int]]:
+        """The stages as (kind, stage) in the order in which a microbatch passes them."""
+        return (
+            [("F", stage) for stage in range(len(self.forward))]
+            + [("X", len(self.forward))]
+            + [("B", stage) for stage in reversed(range(len(self.backward)))]
+        )
+
+    def span(self, kind: str, stage: int) -> Span:
+        """Returns the layers of a stage. Raises PlanError if there is none such."""
+        spans = {"F": self.forward, "B": self.backward, "X": (None,) * len(self.forward) + (self.fused,)}.get(kind, ())
+        span = spans[stage] if 0 <= stage < len(spans) else None
+        if span is None:
+            raise PlanError(f"plan '{self}': has no stage {stage}{kind}, there are {[f'{s}{k}' for k, s in self.slots]}")
+        return span
+
+    def check(self, num_layers: int) -> None:
+        """Raises PlanError listing every layer that a kind of stage misses, repeats or has out of order."""
+        problems = []
+        for kind, spans in (("forward", self.forward), ("backward", self.backward)):
+            place = 0
+            for span in (*spans, self.fused):
+                if span.start != place:
+                    verb = "leaves out" if span.start > place else "repeats"
+                    low, high = sorted((place, span.start))
+                    problems.append(f"{kind} {verb} layers {low}:{high} before {span}")
+                if span.stop <= span.start:
+                    problems.append(f"{kind} has the empty stage {span}")
+                place = span.stop
+            if place != num_layers:
+                problems.append(f"{kind} ends at layer {place}, the model has {num_layers} layers")
+        if problems:
+            raise PlanError.listing(f"plan '{self}'", problems)

@@ -1,0 +1,120 @@
+"""Explicit random keys and counter-based draws.
+
+A draw is a pure function of a key and of where in the data it stands (example, row, feature). So no cut of a
+batch into microbatches or chunks, no recomputation and no order of work changes what is drawn.
+
+The bits are SplitMix64's output function (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+generators", figure 15) applied to the key and each index in turn. Good for initialisation, dropout and sampling;
+not for cryptography.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rpfunc.batch import Batch
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+class Key(NamedTuple):
+    """A random key: 64 bits, a plain value. Using one key twice draws the same numbers twice."""
+
+    value: int
+
+
+def key(seed: int) -> Key:
+    """Returns the key of `seed`, any integer."""
+    return Key(_mix(seed & _MASK))
+
+
+def fold_in(key: Key, data: int | str) -> Key:
+    """Returns a key that depends on `key` and on `data`: a step number, a layer's name.
+
+    >>> fold_in(key(0), "block0") == fold_in(key(0), "block1")
+    False
+    """
+    number = data if isinstance(data, int) else int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest())
+    return Key(_mix((key.value ^ _mix((number + _GAMMA) & _MASK)) & _MASK))
+
+
+def split(key: Key, num: int = 2) -> tuple[Key, ...]:
+    """Returns `num` keys that are independent of each other and of `key`."""
+    return tuple(fold_in(key, index) for index in range(num))
+
+
+def bits(key: Key, *indices: Tensor) -> Tensor:
+    """Returns 64 random bits for each place of the broadcast integer `indices`, as int64.
+
+    Indices that come first are hashed at their own, smaller size: give (B, 1, 1), then (1, T, 1), then (D,).
+    """
+    state = torch.tensor(_signed(key.value))
+    for index in indices:
+        state = _mix_tensor(state ^ _mix_tensor(index.long() + _signed(_GAMMA)))
+    return state
+
+
+def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns numbers drawn uniformly from [0, 1), on the CPU."""
+    return _to_unit(bits(key, torch.arange(math.prod(shape))), dtype).reshape(shape)
+
+
+def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns standard normal numbers, by inverting the distribution function in float64, on the CPU."""
+    centred = _to_unit(bits(key, torch.arange(math.prod(shape))), torch.float64) + 2.0**-54
+    return torch.special.ndtri(centred).to(dtype).reshape(shape)
+
+
+def categorical(key: Key, logits: Tensor) -> Tensor:
+    """Returns for each row of `logits` (..., V) an index drawn from softmax(logits), by the Gumbel-max trick."""
+    gumbel = -torch.log(-torch.log(uniform(key, tuple(logits.shape), torch.float64) + 2.0**-54))
+    return torch.argmax(logits.double() + gumbel, dim=-1)
+
+
+def dropout(x: Tensor, rate: float, key: Key, batch: Batch) -> Tensor:
+    """Returns x (B, T, ...) with each element zeroed with probability `rate` and the rest scaled by 1 / (1 - rate).
+
+    Drawn by absolute example, absolute row and feature: chunks, microbatches and recomputation see one mask.
+    """
+    if rate == 0.0:
+        return x
+    num_examples, num_rows = x.shape[:2]
+    features = torch.arange(x[0, 0].numel()).reshape(x.shape[2:])
+    lift = (1,) * (x.dim() - 2)
+    examples = torch.arange(batch.first_example, batch.first_example + num_examples).reshape(-1, 1, *lift)
+    rows = torch.arange(batch.first_row, batch.first_row + num_rows).reshape(1, -1, *lift)
+    kept = _to_unit(bits(key, examples, rows, features), torch.float32) >= rate
+    return torch.where(kept.to(x.device), x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _signed(value: int) -> int:
+    """Returns the int64 that has the bits of the unsigned `value`."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    # torch has no unsigned shift: the arithmetic one is masked. Products wrap modulo 2^64.
+    value = (value ^ ((value >> 30) & (_MASK >> 30))) * _signed(_FIRST)
+    value = (value ^ ((value >> 27) & (_MASK >> 27))) * _signed(_SECOND)
+    return value ^ ((value >> 31) & (_MASK >> 31))
+
+
+def _to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    # As many leading bits as the significand holds, so that no draw rounds up to 1.
+    precision = 53 if dtype == torch.float64 else 24
+    unit = ((bits >> (64 - precision)) & ((1 << precision) - 1)).to(torch.float64) * 2.0**-precision
+    return unit if dtype == torch.float64 else unit.to(torch.float32).to(dtype)

@@ -1,0 +1,36 @@
+"""The yardstick: the gradient as one plain `torch.func.vjp` of the composed model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpfunc import tree
+from rpfunc.batch import Batch
+from rpfunc.model import Model, Params
+from rpfunc.objectives.objective import Objective
+
+
+def value_and_grad(model: Model, objective: Objective) -> Callable[[Params, Batch], tuple[Tensor, dict[str, Any]]]:
+    """Returns fn(params, batch) -> (loss (), gradients like params): no cuts, no stages, no workers, no streaming.
+
+    Everything rpfunc does faster or in less memory is compared with this. Holds every residual of the model at once.
+    """
+
+    def function(params: Params, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        model.check(params)
+        prepared = objective.prepare(batch)
+        total = objective.total(prepared)
+        leaves, structure = tree.flatten(dict(params))
+
+        def loss(*leaves: Tensor) -> Tensor:
+            scores = objective.score(model(tree.unflatten(structure, leaves), prepared), prepared)
+            return objective.loss(scores.double().sum(dim=1), prepared, total)
+
+        value, pull = torch.func.vjp(loss, *leaves)
+        return value, tree.unflatten(structure, pull(torch.ones_like(value)))
+
+    return function

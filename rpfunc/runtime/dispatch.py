@@ -1,0 +1,88 @@
+"""Running a schedule: each worker takes its tasks in order and waits for what they depend on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from rpfunc.plan.plan import Plan
+from rpfunc.runtime.workers import Runtime
+from rpfunc.schedule.dependencies import dependencies
+from rpfunc.schedule.task import Schedule, Task
+from rpfunc.schedule.timeline import Event, Timeline
+
+
+class Dispatch:
+    """A schedule in flight on a runtime; `run(task)` does a task's work.
+
+    A failed task stops all others before their next task, so nothing waits for work that will not come.
+    """
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, plan: Plan, run: Callable[[Task], None]) -> None:
+        self._schedule, self._plan, self._run = schedule, plan, run
+        self._changed = threading.Condition()
+        self._ended: set[Task] = set()
+        self._events: list[Event] = []
+        self._failure: BaseException | None = None
+        self._working = len(schedule.workers)
+        runtime.submit([partial(self._work, worker) for worker in range(len(schedule.workers))])
+
+    def wait(self) -> Timeline:
+        """Returns the timeline once every task has ended; raises the first failure, its task named in a note.
+
+        If the wait itself is interrupted (KeyboardInterrupt), running tasks end, the rest are dropped, and the
+        interrupt goes on.
+        """
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._working == 0)
+        except BaseException:
+            self.cancel()
+            raise
+        if self._failure is not None:
+            raise self._failure
+        return Timeline(tuple(sorted(self._events, key=lambda event: event.start_s)), len(self._schedule.workers))
+
+    def cancel(self) -> None:
+        """Drops the tasks that have not begun and returns once the workers are free. Harmless after the end."""
+        with self._changed:
+            if self._working and self._failure is None:
+                self._failure = RuntimeError("cancelled")
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._working == 0)
+
+    def _work(self, worker: int) -> None:
+        try:
+            for task in self._schedule.workers[worker]:
+                if not self._await_dependencies(task):
+                    return
+                start_s = time.perf_counter()
+                try:
+                    with torch.no_grad():  # gradients come from torch.func.vjp alone
+                        self._run(task)
+                except BaseException as error:
+                    span = self._plan.span(task.kind, task.stage)
+                    error.add_note(f"rpfunc: in task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}")
+                    raise
+                event = Event(worker, "compute", task, start_s, time.perf_counter())
+                with self._changed:
+                    self._events.append(event)
+                    self._ended.add(task)
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  (goes to the caller, whatever it is)
+            with self._changed:
+                self._failure = self._failure or error
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _await_dependencies(self, task: Task) -> bool:
+        needed = dependencies(self._plan, task)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._ended.issuperset(needed))
+            return self._failure is None

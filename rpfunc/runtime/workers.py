@@ -1,0 +1,97 @@
+"""Worker specifications and the runtime that owns their threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rpfunc.errors import OptionsError
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU worker: one thread, whose tensor operations use `threads` cores (intra-op threads)."""
+
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise OptionsError(f"worker: threads is {self.threads}, it must be at least 1")
+
+
+class Runtime:
+    """Worker threads and the round-robin cursor, for the length of a `with` block.
+
+    Without workers the caller's own thread does the work, as worker 0.
+
+    >>> with Runtime([Cpu(), Cpu()]) as runtime:
+    ...     runtime.num_workers
+    2
+    """
+
+    def __init__(self, workers: Sequence[Cpu] = ()) -> None:
+        self.workers = tuple(workers)
+        self.num_workers = max(1, len(self.workers))
+        self.cursor = 0
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._submitting = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if self._threads:
+            raise OptionsError("runtime: is entered already, each `with` block needs a Runtime of its own")
+        process_threads = torch.get_num_threads()
+        started = threading.Barrier(len(self.workers) + 1)
+        for index, worker in enumerate(self.workers):
+            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            # A daemon: a program that forgets to leave the block can still end.
+            thread = threading.Thread(
+                target=_serve, args=(worker, jobs, started), name=f"rpfunc-worker-{index}", daemon=True
+            )
+            thread.start()
+            self._queues.append(jobs)
+            self._threads.append(thread)
+        started.wait()
+        # Setting a worker's own count also sets what threads started later will get: put that back.
+        torch.set_num_threads(process_threads)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for jobs in self._queues:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues, self._threads = [], []
+
+    def submit(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Gives each worker its job, to be run after those it has. Jobs must not raise.
+
+        All workers get theirs in one step: two callers' jobs stand in the same order everywhere, so neither can
+        wait for the other in a circle. Raises OptionsError outside the `with` block.
+        """
+        if not self.workers:
+            jobs[0]()
+            return
+        if not self._threads:
+            raise OptionsError("runtime: its threads live in a `with` block only: `with Runtime(workers) as runtime:`")
+        with self._submitting:
+            for inbox, job in zip(self._queues, jobs, strict=True):
+                inbox.put(job)
+
+
+def _serve(
+    worker: Cpu, jobs: queue.SimpleQueue[Callable[[], None] | None], started: threading.Barrier
+) -> None:
+    torch.set_num_threads(worker.threads)
+    started.wait()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # hold nothing of it while waiting for the next one

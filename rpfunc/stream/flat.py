@@ -1,0 +1,125 @@
+"""Vector-Jacobian products over the floating-point leaves of pytrees, and who owns the tensors they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpfunc import tree
+from rpfunc.model import Flat, accumulator_dtype
+
+
+def floating(structured: Any) -> tuple[Flat, Callable[[Flat], Any]]:
+    """Returns the floating-point leaves, and a function that puts others in their place.
+
+    Integer and boolean leaves (ids, masks) stay as they are: they ride along and have no gradient.
+    """
+    leaves, structure = tree.flatten(structured)
+    places = [index for index, leaf in enumerate(leaves) if leaf.is_floating_point()]
+
+    def rebuild(flat: Flat) -> Any:
+        filled = list(leaves)
+        for place, leaf in zip(places, flat, strict=True):
+            filled[place] = leaf
+        return tree.unflatten(structure, filled)
+
+    return tuple(leaves[place] for place in places), rebuild
+
+
+def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Flat], tuple[Flat, ...]]]:
+    """Returns function(*arguments) and its pullback: output cotangent -> one flat cotangent for each argument.
+
+    `torch.func.vjp` on flat tuples. The pullback may be called once; its results may share memory with its input
+    and with each other (see `own`).
+    """
+    flats, rebuilds = zip(*(floating(argument) for argument in arguments), strict=True)
+    sizes = [len(flat) for flat in flats]
+
+    def call(*leaves: Tensor) -> tuple[Flat, Any]:
+        parts = _cut(leaves, sizes)
+        output = function(*(rebuild(part) for rebuild, part in zip(rebuilds, parts, strict=True)))
+        return floating(output)[0], output
+
+    primals = tuple(leaf for flat in flats for leaf in flat)
+    if not primals:  # torch.func.vjp needs something to differentiate
+        return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
+    _, pull, output = torch.func.vjp(call, *primals, has_aux=True)
+    return output, lambda cotangent: tuple(_cut(pull(cotangent), sizes))
+
+
+def accumulate(total: Flat | None, contribution: Flat, foreign: Flat = ()) -> Flat:
+    """Returns total + contribution, float32 or wider; both are donated, `foreign` are tensors of somebody else.
+
+    The first contribution becomes the total: no buffer is held for a gradient before there is one.
+    """
+    if total is None:
+        return own(tuple(part.to(accumulator_dtype(part.dtype)) for part in contribution), foreign)
+    for place, part in zip(total, contribution, strict=True):
+        place.add_(part)
+    return total
+
+
+def own(tensors: Flat, foreign: Flat = ()) -> Flat:
+    """Returns `tensors`, each in dense memory that neither another one nor a `foreign` tensor shares.
+
+    A pullback may return its cotangent (identity), one tensor twice (a + b) or an expanded one (sum): writing into
+    such a result would write elsewhere too, so it is copied first.
+    """
+    taken = {tensor.untyped_storage().data_ptr() for tensor in foreign}
+    owned = []
+    for tensor in tensors:
+        if tensor.untyped_storage().data_ptr() in taken or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        taken.add(tensor.untyped_storage().data_ptr())
+        owned.append(tensor)
+    return tuple(owned)
+
+
+def spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
+    """Returns the half-open row ranges of each chunk, the last one possibly shorter.
+
+    >>> spans(7, 3)
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    return [(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk)]
+
+
+def rows(structured: Any, start: int, stop: int) -> Any:
+    """Returns rows start to stop of every leaf (dimension 1), as views."""
+    return tree.map(lambda leaf: leaf[:, start:stop], structured)
+
+
+def write(buffer: Any, structured: Any, start: int, stop: int, num_rows: int) -> Any:
+    """Returns `buffer` (donated; None makes one for `num_rows` rows) with rows start to stop overwritten."""
+    if buffer is None:
+        if (start, stop) == (0, num_rows):
+            return structured
+        buffer = tree.map(lambda leaf: leaf.new_empty((leaf.shape[0], num_rows, *leaf.shape[2:])), structured)
+    tree.map(lambda place, leaf: place[:, start:stop].copy_(leaf), buffer, structured)
+    return buffer
+
+
+def overwrite(dx: Flat | None, cotangent: Flat, dx_rows: Flat, start: int, stop: int) -> Flat:
+    """Returns dx with rows start to stop set; the first call (dx is None) picks its buffer.
+
+    That is the cotangent's own memory where shapes and dtypes agree, since the rows being written have been read for
+    the last time: a layer then needs no second buffer of its input's size.
+    """
+    num_rows = cotangent[0].shape[1]
+    dx_rows = own(dx_rows, foreign=cotangent)
+    if dx is None:
+        kinds = [[(leaf.dtype, leaf.shape[:1] + leaf.shape[2:]) for leaf in flat] for flat in (cotangent, dx_rows)]
+        dx = cotangent if kinds[0] == kinds[1] else None
+    written: Flat = write(dx, dx_rows, start, stop, num_rows)
+    return written
+
+
+def _cut(leaves: Flat, sizes: list[int]) -> list[Flat]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(leaves[start : start + size]))
+        start += size
+    return parts

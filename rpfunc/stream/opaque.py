@@ -1,0 +1,36 @@
+"""Opaque layers: nothing is known of how rows depend on rows, so the layer always works on whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rpfunc.batch import Batch
+from rpfunc.model import Flat
+from rpfunc.stream.flat import accumulate, vjp
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """The form of any `function(params, x, batch) -> y`; x needs no row dimension. A chunk size changes nothing."""
+
+    function: Callable[[Any, Any, Batch], Any]
+
+    def full(self, params: Any, x: Any, batch: Batch) -> Any:
+        """Returns the output."""
+        return self.function(params, x, batch)
+
+    def forward(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
+        """Returns the output, in one piece."""
+        del chunk
+        return self.function(params, x, batch)
+
+    def backward(
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
+    ) -> tuple[Flat, Flat]:
+        """Returns (dx, grads + dparams), in one piece, recomputing the forward."""
+        del chunk
+        _, pull = vjp(lambda params, x: self.function(params, x, batch), params, x)
+        dparams, dx = pull(cotangent)
+        return dx, accumulate(grads, dparams, foreign=cotangent + dx)

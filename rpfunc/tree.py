@@ -1,0 +1,93 @@
+"""Pytrees of tensors: dicts, lists, tuples and named tuples, nested, with tensors as leaves.
+
+A thin layer over `optree`, which does the work. Dict entries are visited in sorted key order, so that
+two dicts with the same entries are the same tree; `None` is an empty subtree, not a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from rpfunc.errors import TreeError
+
+Tree = Any
+"""A pytree: any nesting of containers around leaves. Python's type system cannot say more."""
+
+
+def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Returns the leaves in order, and the structure that `unflatten` needs to put them back.
+
+    >>> flatten({"b": 2, "a": (1, None)})[0]
+    [1, 2]
+    """
+    leaves, structure = optree.tree_flatten(tree)
+    return list(leaves), structure
+
+
+def unflatten(structure: optree.PyTreeSpec, leaves: Sequence[Any]) -> Tree:
+    """Returns the tree with `structure` whose leaves, in order, are `leaves`."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Returns the leaves in order."""
+    return list(optree.tree_leaves(tree))
+
+
+def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:  # noqa: A001  (jax.tree.map)
+    """Returns `function` applied leaf by leaf over trees of one structure.
+
+    Raises TreeError where the structures differ.
+
+    >>> map(lambda a, b: a + b, {"x": 1}, {"x": 10})
+    {'x': 11}
+    """
+    try:
+        return optree.tree_map(function, tree, *rest)
+    except ValueError as error:
+        if isinstance(error, TreeError) or all(same_structure(tree, other) for other in rest):
+            raise  # the function's own error
+        raise TreeError(f"trees differ in structure: {error}") from error
+
+
+def same_structure(left: Tree, right: Tree) -> bool:
+    """Returns whether both trees have the same containers and keys, whatever their leaves."""
+    return bool(optree.tree_structure(left) == optree.tree_structure(right))
+
+
+def paths(tree: Tree) -> list[str]:
+    """Returns the dotted path of each leaf, in leaf order.
+
+    >>> paths({"block": {"up": 1, "down": 2}, "norm": [3]})
+    ['block.down', 'block.up', 'norm.0']
+    """
+    return [".".join(str(part) for part in path) for path in optree.tree_paths(tree)]
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Returns a tree of zeros with the shapes and dtypes of `tree`."""
+    return map(torch.zeros_like, tree)
+
+
+def add(left: Tree, right: Tree) -> Tree:
+    """Returns the leafwise sum of two trees of one structure."""
+    return map(torch.add, left, right)
+
+
+def mismatches(found: Tree, wanted: Tree, names: tuple[str, str] = ("found", "needed")) -> list[str]:
+    """Returns, in words, every leaf that is missing, unexpected, or of another shape or dtype."""
+    found_by_path = dict(zip(paths(found), leaves(found), strict=True))
+    wanted_by_path = dict(zip(paths(wanted), leaves(wanted), strict=True))
+    problems = [f"{path} is missing" for path in wanted_by_path if path not in found_by_path]
+    problems += [f"{path} is unexpected" for path in found_by_path if path not in wanted_by_path]
+    for path, leaf in found_by_path.items():
+        other = wanted_by_path.get(path, leaf)
+        if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+            problems.append(
+                f"{path}: {names[0]} {tuple(leaf.shape)} {leaf.dtype}, {names[1]} {tuple(other.shape)} {other.dtype}"
+            )
+    return problems
