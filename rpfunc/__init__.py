@@ -1,10 +1,12 @@
 """rpfunc: pipeline schedules and exact streamed gradients for pure PyTorch functions."""
 
-from rpfunc import objectives, plan, random, reference, schedule, stream, tree
+from rpfunc import objectives, optim, plan, random, reference, schedule, stream, tree
 from rpfunc.batch import Batch
 from rpfunc.model import Layer, Model
 from rpfunc.plan import Plan
-from rpfunc.runtime import Cpu, Result, Runtime, value_and_grad
+from rpfunc.runtime import Cpu, Result, Runtime, State, value_and_grad
+from rpfunc.stream.value import value
+from rpfunc.train import StepResult, train_steps
 
 __all__ = [
     "Batch",
@@ -14,12 +16,17 @@ __all__ = [
     "Plan",
     "Result",
     "Runtime",
+    "State",
+    "StepResult",
     "objectives",
+    "optim",
     "plan",
     "random",
     "reference",
     "schedule",
     "stream",
+    "train_steps",
     "tree",
+    "value",
     "value_and_grad",
 ]

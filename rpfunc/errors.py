@@ -51,5 +51,13 @@ class OptionsError(RpfuncError):
     """An option has a value that cannot work."""
 
 
+class GradientError(RpfuncError):
+    """A loss or gradient is not finite, and the caller asked to be told."""
+
+
 class CheckpointError(RpfuncError):
     """A checkpoint cannot be read, or belongs to something else."""
+
+
+class OptimizerError(RpfuncError):
+    """An optimizer was given a number, tree or state that it cannot work with."""

@@ -61,7 +61,9 @@ def from_leafwise(leafwise: Leafwise) -> Transformation:
 def check_leafwise_state(state: Any) -> None:
     """Raises OptimizerError if `state` is not one that a leafwise transformation made."""
     if not isinstance(state, LeafwiseState):
-        raise OptimizerError(f"optimizer state is a {type(state).__name__}; needed is the LeafwiseState that init returns")
+        raise OptimizerError(
+            f"optimizer state is a {type(state).__name__}; needed is the LeafwiseState that init returns"
+        )
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -9,7 +9,6 @@ Source: own; 'donation' is JAX's word for giving up a buffer to a call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.errors import OptimizerError
 from rpfunc.optim.base import Transformation, check_leafwise_state, step
+from rpfunc.optim.donatable import check_donatable
 from rpfunc.optim.leafwise import Leafwise, measure, prepare
 from rpfunc.optim.rows import BLOCK_NUMEL, blocks, rows, widened
 from rpfunc.tree import Tree
@@ -28,24 +28,25 @@ def step_donated(
 ) -> tuple[Tree, Any]:
     """Returns the next params and state, bit for bit those of `step`, in the storage of the present ones.
 
-    Use only what is returned: `params` and `state` hold no meaningful value afterwards; `updates` are only read.
+    Use only what is returned: `params` and `state` have been given up. `updates` are only read.
     Memory: blocks of `block_numel` elements if the transformation is elementwise, else as `step`.
-    Raises OptimizerError, before anything is written, if the trees do not match or `check_donatable` refuses them.
+    Raises OptimizerError, before anything is written, if the trees do not match or `check_donatable` objects.
     """
-    leafwise = transformation.leafwise
     check_donatable(updates, state, params)
+    leafwise = transformation.leafwise
     with torch.no_grad():
         if leafwise is None:
             results = step(transformation, updates, state, params)
-            if not tree.same_structure(results, (params, state)):
-                raise OptimizerError("update returned a state of another structure; its storage cannot be taken over")
+            problems = tree.mismatches(results, (params, state))
+            if problems:
+                raise OptimizerError.listing("results do not fit the storage to take over", problems)
             _overwrite(tree.leaves((params, state)), tree.leaves(results))
-            return params, state
-        check_leafwise_state(state)
-        coefficients, shared = prepare(leafwise, measure(leafwise, updates, state, params), state.shared)
-        advance_donated(leafwise, updates, state.leaves, params, coefficients, block_numel=block_numel)
-        _overwrite(tree.leaves(state.shared), tree.leaves(shared))
-        return params, state
+        else:
+            check_leafwise_state(state)
+            coefficients, shared = prepare(leafwise, measure(leafwise, updates, state, params), state.shared)
+            advance_donated(leafwise, updates, state.leaves, params, coefficients, block_numel=block_numel)
+            _overwrite(tree.leaves(state.shared), tree.leaves(shared))
+    return params, state
 
 
 def advance_donated(
@@ -53,39 +54,30 @@ def advance_donated(
 ) -> None:
     """Overwrites params and leaf states, of a whole tree or any part of it, by the next ones.
 
-    Like `advance`, with its updates applied. The caller has asked `check_donatable` about all parts together.
+    As `advance`, and the updates are applied. It does not ask `check_donatable`: the caller has, once, for all parts.
     """
     with torch.no_grad():
         for row in rows(updates, leaves, params):
             for piece in blocks(row, block_numel) if leafwise.elementwise else [row]:
                 update, state = leafwise.leaf(*widened(piece), coefficients)
-                targets = tree.leaves(piece.state)
-                update, *values = _detached([update, *tree.leaves(state)], [piece.param, *targets])
-                _copy(values, targets)
+                targets, values = tree.leaves(piece.state), tree.leaves(state)
+                update, *values = _apart([update, *values], [piece.param, *targets])
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value)  # torch returns at once where value is target
                 piece.param.add_(update)
 
 
-def check_donatable(updates: Tree, state: Any, params: Tree) -> None:
-    """Raises OptimizerError that lists every leaf whose storage must not, or cannot, be overwritten.
+def _overwrite(targets: list[Tensor], values: list[Tensor]) -> None:
+    for target, value in zip(targets, _apart(values, targets), strict=True):
+        target.copy_(value)
 
-    Refused among params and state: a tensor of which one element fills several places (`expand`); a module's
-    parameter; memory that torch did not allocate, such as a mapped file or a NumPy array; and two tensors in
-    the same memory, one of which would be overwritten. Interleaved views of one tensor, such as columns of a
-    matrix, are taken to be apart unless they begin at the same element.
-    """
-    written = _named("params", params) + _named("state", state)
-    problems = []
-    for name, tensor in written:
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            problems.append(f"{name} is expanded: several elements share a place; give a contiguous copy")
-        elif isinstance(tensor, torch.nn.Parameter):
-            problems.append(f"{name} is a module's parameter; give a detached copy")
-        elif tensor.numel() and tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():
-            problems.append(f"{name} lies in memory that torch does not own, such as a mapped file; give a copy")
-    read = {id(tensor) for _, tensor in _named("updates", updates)} - {id(tensor) for _, tensor in written}
-    spans = sorted(
-        (_span(tensor), name, tensor) for name, tensor in written + _named("updates", updates) if tensor.numel()
-    )
-    problems += [f"{a} and {b} share memory" for a, b in ()]
-    if problems:
-        raise OptimizerError.listing("cannot be donated", problems)
+
+def _apart(values: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    # A pure function may return an old value in a new place (the pending update of a delay, say), where a write
+    # to another target would change it before it is read.
+    owned = {target.untyped_storage().data_ptr() for target in targets}
+
+    def apart(value: Tensor, target: Tensor) -> Tensor:
+        return value.clone() if value is not target and value.untyped_storage().data_ptr() in owned else value
+
+    return [apart(value, target) for value, target in zip(values, targets, strict=True)]

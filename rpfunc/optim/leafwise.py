@@ -83,7 +83,9 @@ def advance(leafwise: Leafwise, updates: Tree, leaves: Tree, params: Tree, coeff
     """
     pairs = [leafwise.leaf(*widened(row), coefficients) for row in rows(updates, leaves, params)]
     structure = tree.flatten(params)[1]
-    return tree.unflatten(structure, [pair[0] for pair in pairs]), tree.unflatten(structure, [pair[1] for pair in pairs])
+    return tree.unflatten(structure, [pair[0] for pair in pairs]), tree.unflatten(
+        structure, [pair[1] for pair in pairs]
+    )
 
 
 def exact_sum(parts: Iterable[float]) -> float:

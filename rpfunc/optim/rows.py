@@ -54,7 +54,9 @@ def check_params(params: Tree) -> None:
 def check_updates(updates: Tree, params: Tree) -> None:
     """Raises OptimizerError that lists every update which is missing, unexpected or of another shape."""
     update_paths, param_paths = tree.paths(updates), tree.paths(params)
-    problems = [f"{path} has a parameter but no update; zeros would do" for path in param_paths if path not in update_paths]
+    problems = [
+        f"{path} has a parameter but no update; zeros would do" for path in param_paths if path not in update_paths
+    ]
     problems += [f"{path} has an update but no parameter" for path in update_paths if path not in param_paths]
     if not problems and not tree.same_structure(updates, params):
         problems = [f"containers differ: {tree.flatten(updates)[1]} is not {tree.flatten(params)[1]}"]
@@ -79,7 +81,9 @@ def rows(updates: Tree, leaf_states: Tree, params: Tree) -> list[Row]:
     try:
         states = structure.flatten_up_to(leaf_states)
     except ValueError as error:
-        raise OptimizerError(f"optimizer state does not fit the parameters; init makes one that does: {error}") from error
+        raise OptimizerError(
+            f"optimizer state does not fit the parameters; init makes one that does: {error}"
+        ) from error
     return [Row(*row) for row in zip(tree.paths(params), tree.leaves(updates), states, param_leaves, strict=True)]
 
 

@@ -1,6 +1,7 @@
 """Everything that knows threads and time: workers, dispatch of a schedule, gradients, training state."""
 
+from rpfunc.runtime.state import State
 from rpfunc.runtime.value_and_grad import Result, Workers, value_and_grad
 from rpfunc.runtime.workers import Cpu, Runtime
 
-__all__ = ["Cpu", "Result", "Runtime", "Workers", "value_and_grad"]
+__all__ = ["Cpu", "Result", "Runtime", "State", "Workers", "value_and_grad"]

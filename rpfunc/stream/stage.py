@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,15 +17,11 @@ Grads = Mapping[str, Flat]
 """By layer name, the sum of that layer's gradients so far; a layer without an entry has had none."""
 
 
-def stage_forward(
-    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None
-) -> list[Any]:
-    """Returns the input of every layer after the first, and last the stage's output."""
-    inputs = []
+def stage_forward(layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None) -> Iterator[Any]:
+    """Yields each layer's output in turn; the last is the stage's. The caller keeps what it needs."""
     for layer in layers:
         x = forward(layer, params, x, batch, chunk)
-        inputs.append(x)
-    return inputs
+        yield x
 
 
 def stage_linearize(

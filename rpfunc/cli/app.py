@@ -1,0 +1,105 @@
+"""The command line: `rpfunc train` and `rpfunc sample`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Toml
+from rich.console import Console
+
+from rpfunc import random
+from rpfunc.cli.train import read_model, resume_run, train_run
+from rpfunc.errors import OptionsError, RpfuncError
+from rpfunc.train import checkpoint
+from rpfunc.train.options import TrainOptions
+from rpfunc.train.sample import sample
+
+BAD_INPUT = 2
+"""Exit code for options, files or folders that cannot work."""
+
+
+def build_app(console: Console, config: Sequence[Toml] = ()) -> App:
+    """Returns the commands, with `config` files below the flags."""
+    app = App(name="rpfunc", help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.")
+
+    @app.command(config=config)
+    def train(
+        config: Path | None = None,
+        /,
+        *,
+        out: Path | None = None,
+        resume: Path | None = None,
+        options: Annotated[TrainOptions, Parameter(name="*")] = TrainOptions(),  # noqa: B008  (frozen)
+    ) -> int:
+        """Train a byte-level decoder on a text file.
+
+        Parameters
+        ----------
+        config
+            TOML file of options; flags win over it.
+        out
+            Folder for the run; it must not exist. Default: runs/ and the name of the config.
+        resume
+            Folder of a run to continue from its last checkpoint, with its own options.
+        """
+        if resume is None:
+            return train_run(console, options, config, out)
+        if config is not None or out is not None or options != TrainOptions():
+            raise OptionsError("resume: a run continues with its own options; give --resume RUN and nothing else")
+        return resume_run(console, resume)
+
+    @app.command(name="sample")
+    def write(
+        run: Path, /, *, prompt: str = "And ", length: int = 300, temperature: float = 0.8, seed: int = 0
+    ) -> int:
+        """Write text with the last checkpoint of a run.
+
+        Parameters
+        ----------
+        run
+            Folder of the run.
+        prompt
+            Text to go on from.
+        length
+            Bytes to write.
+        temperature
+            0 takes the likeliest byte, 1 draws from the model's own distribution.
+        seed
+            Of the draws.
+        """
+        setting, folder = read_model(run)
+        params = checkpoint.load(folder.checkpoint, setting.initial_state()).params
+        start = prompt.encode()
+        rows = setting.options.data.rows
+        written = bytes(
+            sample(setting.model, params, start, length, rows=rows, key=random.key(seed), temperature=temperature)
+        )
+        console.print((start + written).decode(errors="replace"), markup=False, highlight=False, soft_wrap=True)
+        return 0
+
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 2 for bad input in one clear message, 130 after Ctrl-C."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    console, errors = Console(), Console(stderr=True)
+    # The config file is an argument of `train`, and its values are defaults of the other arguments.
+    files = [Path(token) for token in tokens[1:2] if token.endswith(".toml")]
+    try:
+        for path in files:
+            if not path.is_file():
+                raise OptionsError(f"config: there is no file {path}")
+        app = build_app(console, [Toml(path, use_commands_as_keys=False) for path in files])
+        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        return result if isinstance(result, int) else 0
+    except (RpfuncError, CycloptsError) as error:
+        errors.print(f"rpfunc: {error}", markup=False, highlight=False, soft_wrap=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        errors.print("rpfunc: interrupted")
+        return 130

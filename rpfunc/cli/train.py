@@ -1,0 +1,135 @@
+"""`rpfunc train`: from a TOML file and flags to a run folder."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from rpfunc import random
+from rpfunc.cli.progress import show_progress
+from rpfunc.errors import OptionsError
+from rpfunc.schedule import draw
+from rpfunc.train.folder import RunFolder
+from rpfunc.train.loop import DRAWN_STEPS, Outcome, Setting, prepare, restore, run
+from rpfunc.train.options import TrainOptions
+from rpfunc.train.plots import draw_loss
+from rpfunc.train.sample import sample
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def train_run(console: Console, options: TrainOptions, config: Path | None, out: Path | None) -> int:
+    """Starts a run; returns the exit code."""
+    text = (config.parent if config else Path()) / options.data.text
+    options = replace(options, data=replace(options.data, text=str(text.absolute())))
+    setting = prepare(options)
+    folder = RunFolder(out or _free_folder(Path("runs"), config.stem if config else "run"))
+    folder.create(options)
+    return _run(console, setting, folder, resume=False)
+
+
+def resume_run(console: Console, path: Path) -> int:
+    """Continues a run from its last checkpoint; returns the exit code."""
+    folder = RunFolder(path)
+    return _run(console, prepare(folder.read_options()), folder, resume=True)
+
+
+def _free_folder(parent: Path, stem: str) -> Path:
+    """Returns parent/stem, or the first of parent/stem-2, -3 ... that does not exist."""
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def _run(console: Console, setting: Setting, folder: RunFolder, *, resume: bool) -> int:
+    options = setting.options
+    if resume:
+        state = restore(setting, folder)
+        folder.rewind(state.step)
+        console.print(f"continuing {folder.path} after step {state.step} of {options.steps}")
+    else:
+        state = setting.initial_state()
+    with _interruptible() as stop, show_progress(console, state.step, options.steps) as report:
+        outcome = run(setting, state, folder, report, stop)
+    if outcome.interrupted:
+        console.print(
+            f"stopped after step {outcome.state.step}; the checkpoint is whole. "
+            f"Continue with:\n  rpfunc train --resume {folder.path}",
+            soft_wrap=True,
+        )
+        return INTERRUPTED
+    _finish(console, setting, folder, outcome)
+    return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C was pressed; a second press interrupts at once, as usual."""
+    pressed = threading.Event()
+
+    def note(signum: int, frame: object) -> None:
+        del signum, frame
+        pressed.set()
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _finish(console: Console, setting: Setting, folder: RunFolder, outcome: Outcome) -> None:
+    options = setting.options
+    steps = sorted(outcome.held_out)
+    console.print(
+        f"\nheld-out loss: {outcome.held_out[steps[0]]:.3f} bits per byte before, "
+        f"[bold]{outcome.held_out[steps[-1]]:.3f}[/bold] after {steps[-1]} steps"
+    )
+    if options.sample:
+        prompt = bytes(setting.text[: min(32, options.data.rows)].tolist())
+        key = random.fold_in(random.key(options.seed), "sample")
+        written = bytes(
+            sample(setting.model, outcome.state.params, prompt, options.sample, rows=options.data.rows, key=key)
+        )
+        text = (prompt + written).decode(errors="replace")
+        (folder.path / "sample.txt").write_text(text)
+        console.print("\na sample:", style="bold")
+        console.print(text, markup=False, highlight=False)
+    written_to = [folder.metrics, folder.checkpoint]
+    if outcome.timeline.events:
+        trace = folder.path / "timeline.json"
+        trace.write_text(outcome.timeline.chrome_trace())
+        written_to.append(trace)
+    written_to += _plots(console, folder, outcome)
+    console.print("\nwrote:", style="bold")
+    for path in written_to:
+        console.print(f"  {path}", soft_wrap=True, highlight=False)
+
+
+def _plots(console: Console, folder: RunFolder, outcome: Outcome) -> list[Path]:
+    loss, timeline = folder.path / "loss.png", folder.path / "timeline.png"
+    try:
+        draw_loss(folder.records(), loss, f"{folder.path.name}: loss")
+        if not outcome.timeline.events:
+            return [loss]
+        draw(outcome.timeline, timeline, f"{folder.path.name}: last {DRAWN_STEPS} steps")
+    except ModuleNotFoundError as error:
+        console.print(f"no plots: {error.name} is not installed (pip install 'rpfunc\\[plot]')")
+        return []
+    return [loss, timeline]
+
+
+def read_model(path: Path) -> tuple[Setting, RunFolder]:
+    """Returns a run's setting and folder. Raises OptionsError if there is no run in `path`."""
+    folder = RunFolder(path)
+    if not folder.path.is_dir():
+        raise OptionsError(f"run {path}: there is no such folder")
+    return prepare(folder.read_options()), folder

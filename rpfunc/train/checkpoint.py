@@ -1,0 +1,81 @@
+"""Checkpoints: one safetensors file, written beside and renamed, so that there is always a whole one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rpfunc import tree
+from rpfunc.errors import CheckpointError
+from rpfunc.runtime.state import State
+
+FORMAT = "rpfunc checkpoint 1"
+
+
+def save(path: Path, state: State, notes: Mapping[str, str] | None = None) -> None:
+    """Writes a state, with `notes` (text by name) in the file's header.
+
+    The bytes go to a file beside `path`, reach the disk, and then take its name: whenever the process is killed,
+    `path` is a whole checkpoint, the last one or this one.
+    """
+    trees = _trees(state)
+    tensors = dict(zip(tree.paths(trees), (leaf.detach().cpu() for leaf in tree.leaves(trees)), strict=True))
+    unshared = {name: leaf.clone(memory_format=torch.contiguous_format) for name, leaf in tensors.items()}
+    beside = path.with_name(path.name + ".partial")
+    save_file(unshared, beside, metadata={**(notes or {}), "format": FORMAT, "step": str(state.step)})
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself
+    finally:
+        os.close(folder)
+
+
+def load(path: Path, like: State) -> State:
+    """Returns the state in `path`, with the structure of `like` (a state of the same model and optimizer).
+
+    Raises CheckpointError if the file is missing, cut short or of another kind, or names every tensor that is
+    missing, unexpected, or of another shape or dtype.
+    """
+    header = read_notes(path)
+    trees = _trees(like)
+    wanted = dict(zip(tree.paths(trees), tree.leaves(trees), strict=True))
+    with safe_open(path, framework="pt") as file:
+        # copied out, so that no parameter lives in a mapped file that a later checkpoint replaces
+        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in (found[name], wanted[name])]
+        if kinds[0] != kinds[1]:
+            problems.append(f"{name} is {kinds[0]}, the model needs {kinds[1]}")
+    if problems:
+        raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", sorted(problems))
+    restored = tree.unflatten(tree.flatten(trees)[1], [found[name] for name in tree.paths(trees)])
+    return State(restored["params"], restored["optimizer"], int(header["step"]))
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """Returns the header's text entries, `step` among them. Raises CheckpointError if there is no whole checkpoint."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = dict(file.metadata() or {})
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {path}: there is no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"checkpoint {path}: is cut short or no safetensors file ({error})") from error
+    if notes.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {path}: is a safetensors file but no {FORMAT!r}")
+    return notes
+
+
+def _trees(state: State) -> dict[str, Any]:
+    return {"params": dict(state.params), "optimizer": state.optimizer_state}

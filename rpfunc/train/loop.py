@@ -1,0 +1,171 @@
+"""A training run: data, steps, evaluation, checkpoints and what is written at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from rpfunc import random
+from rpfunc.batch import Batch
+from rpfunc.errors import CheckpointError
+from rpfunc.model import Model
+from rpfunc.models import decoder
+from rpfunc.objectives import sft
+from rpfunc.plan import Plan
+from rpfunc.runtime import Cpu
+from rpfunc.runtime.state import State
+from rpfunc.schedule.timeline import Timeline
+from rpfunc.stream.value import value
+from rpfunc.train import checkpoint
+from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, training_batch
+from rpfunc.train.folder import RunFolder
+from rpfunc.train.options import TrainOptions, build_optimizer, learning_rate
+from rpfunc.train.steps import StepResult, train_steps
+
+Report = Callable[[Mapping[str, Any]], None]
+"""Gets each line of the metrics as it is written."""
+
+HELD_OUT = "held_out_bits_per_byte"
+
+DRAWN_STEPS = 3
+"""How many of the last steps the timeline shows."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the state, the metrics' held-out bits per byte by step, the last steps' timeline."""
+
+    state: State
+    held_out: dict[int, float]
+    timeline: Timeline
+    interrupted: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the options mean: everything a run needs that does not change."""
+
+    options: TrainOptions
+    text: Tensor
+    held_out: Batch
+    notes: dict[str, str]
+
+    @property
+    def model(self) -> Model:
+        """The decoder."""
+        return decoder.model(self.options.model)
+
+    def initial_state(self) -> State:
+        """The state before the first step, from the seed alone."""
+        key = random.fold_in(random.key(self.options.seed), "parameters")
+        return State.create(decoder.init(self.options.model, key), build_optimizer(self.options))
+
+
+def prepare(options: TrainOptions) -> Setting:
+    """Reads the text and checks everything, before anything is written. Raises OptionsError."""
+    options.check()
+    text = read_bytes(Path(options.data.text), options.data.rows)
+    training, held_out = split_held_out(text, options.data.held_out, options.data.rows)
+    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    notes = {"options": msgspec.json.encode(options).decode(), "text_sha256": digest}
+    return Setting(options, training, held_out_batch(held_out, options.data.rows), notes)
+
+
+def restore(setting: Setting, folder: RunFolder) -> State:
+    """Returns the state of the run's last checkpoint. Raises CheckpointError, also if the text has changed since."""
+    notes = checkpoint.read_notes(folder.checkpoint)
+    if notes.get("text_sha256") != setting.notes["text_sha256"]:
+        raise CheckpointError(
+            f"checkpoint {folder.checkpoint}: {setting.options.data.text} is not the text that the run learnt"
+        )
+    return checkpoint.load(folder.checkpoint, setting.initial_state())
+
+
+def run(
+    setting: Setting, state: State, folder: RunFolder, report: Report, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Trains from `state` to the last step; metrics and checkpoints go to `folder`. Donates `state`.
+
+    After each step `stop` is asked; if it says yes, the run ends with a checkpoint of that step. The metrics and the
+    parameters are a function of the options and the text alone, however often the run is stopped and resumed.
+    """
+    options = setting.options
+    data, execution = options.data, options.execution
+    evaluate = _evaluator(setting)
+    rate = learning_rate(options)
+    held_out = {record["step"]: record[HELD_OUT] for record in folder.records() if HELD_OUT in record}
+    key = random.fold_in(random.key(options.seed), "batches")
+
+    def write(record: dict[str, Any]) -> None:
+        folder.append(record)
+        report(record)
+
+    def look(state: State) -> None:
+        held_out[state.step] = evaluate(state)
+        write({"step": state.step, HELD_OUT: held_out[state.step]})
+
+    if state.step == 0 and 0 not in held_out:
+        look(state)
+        checkpoint.save(folder.checkpoint, state, setting.notes)
+    steps = train_steps(
+        state,
+        (training_batch(setting.text, key, step, data.examples, data.rows) for step in range(state.step, options.steps)),
+        model=setting.model,
+        objective=sft(),
+        optimizer=build_optimizer(options),
+        plan=None if execution.plan is None else Plan.parse(execution.plan),
+        workers=[Cpu(execution.threads)] * execution.workers,
+        microbatches=execution.microbatches,
+        chunk=execution.chunk,
+        recompute=execution.recompute,
+        donate=True,
+    )
+    recent: deque[Timeline] = deque(maxlen=DRAWN_STEPS)
+    before = time.perf_counter()
+    interrupted = False
+    try:
+        for state, result in steps:
+            recent.append(result.timeline)
+            now = time.perf_counter()
+            write(_record(result, rate(state.step - 1), data.examples * data.rows / (now - before)))
+            before = now
+            interrupted = state.step < options.steps and stop()
+            if state.step % options.evaluate_every == 0 or state.step == options.steps:
+                look(state)
+            if state.step % options.checkpoint_every == 0 or state.step == options.steps or interrupted:
+                checkpoint.save(folder.checkpoint, state, setting.notes)
+            if interrupted:
+                break
+    finally:
+        steps.close()  # drops the step that is under way
+    events = tuple(event for timeline in recent for event in timeline.events)
+    return Outcome(state, held_out, Timeline(events, execution.workers), interrupted)
+
+
+
+def _evaluator(setting: Setting) -> Callable[[State], float]:
+    batch = setting.held_out
+    pieces = math.ceil(batch.num_examples / setting.options.data.examples)
+    loss = value(setting.model, sft(), microbatches=pieces, chunk=setting.options.execution.chunk)
+    return lambda state: loss(state.params, batch)[0].item() / math.log(2)
+
+
+def _record(result: StepResult, rate: float, tokens_per_s: float) -> dict[str, Any]:
+    return {
+        "step": result.step,
+        "bits_per_byte": result.loss.item() / math.log(2),
+        "grad_norm": result.grad_norm,
+        "learning_rate": rate,
+        "skipped": result.skipped,
+        "tokens_per_s": round(tokens_per_s, 1),
+        "bubble": round(result.timeline.bubble, 4),
+    }

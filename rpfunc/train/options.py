@@ -1,0 +1,133 @@
+"""The options of a training run: a tree of frozen dataclasses, from a TOML file and flags."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rpfunc import optim
+from rpfunc.errors import OptionsError
+from rpfunc.models.decoder import DecoderConfig
+from rpfunc.plan import Plan
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the text is and how it is cut."""
+
+    text: str = "text.txt"
+    """File whose bytes are learnt; in a TOML file, relative to that file."""
+    held_out: float = 0.1
+    """Share of the text, at its end, that is never trained on."""
+    examples: int = 16
+    """Windows in a batch."""
+    rows: int = 256
+    """Bytes in a window."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW with a warm-up, a cosine decay to a tenth, and clipping by global norm."""
+
+    learning_rate: float = 3e-3
+    """The peak, reached after the warm-up."""
+    warmup: int = 20
+    """Steps of linear warm-up."""
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    """On matrices only."""
+    clip: float = 1.0
+    """Largest global gradient norm."""
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How the gradient is computed: a matter of speed and memory alone."""
+
+    workers: int = 4
+    """CPU worker threads."""
+    threads: int = 1
+    """Intra-op threads of each worker."""
+    microbatches: int = 4
+    """Pieces of a batch that go through the stages one by one."""
+    chunk: int | None = None
+    """Rows worked on at a time; none: whole rows."""
+    plan: str | None = None
+    """Stages, as in "F0:4 X4:6 B0:2 B2:4"; none: chosen from the layers' FLOPs."""
+    recompute: bool = True
+    """Keep only stage inputs between forward and backward."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Everything that a run depends on. `check` says what cannot work."""
+
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    data: DataOptions = field(default_factory=DataOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    execution: ExecutionOptions = field(default_factory=ExecutionOptions)
+    steps: int = 200
+    """Optimizer steps in all."""
+    seed: int = 0
+    """Of the initial parameters, the batches and dropout."""
+    evaluate_every: int = 50
+    """Steps between evaluations on the held-out text."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    sample: int = 300
+    """Bytes of text to write at the end."""
+
+    def check(self) -> None:
+        """Raises OptionsError listing every value that cannot work."""
+        data, optimizer, execution = self.data, self.optimizer, self.execution
+        least = {
+            "steps": (self.steps, 1),
+            "evaluate-every": (self.evaluate_every, 1),
+            "checkpoint-every": (self.checkpoint_every, 1),
+            "sample": (self.sample, 0),
+            "data.examples": (data.examples, 1),
+            "data.rows": (data.rows, 2),
+            "optimizer.warmup": (optimizer.warmup, 0),
+            "execution.workers": (execution.workers, 1),
+            "execution.threads": (execution.threads, 1),
+            "execution.microbatches": (execution.microbatches, 1),
+            "execution.chunk": (1 if execution.chunk is None else execution.chunk, 1),
+        }
+        problems = [f"{name} is {found}, it must be at least {low}" for name, (found, low) in least.items() if found < low]
+        if not 0 < data.held_out < 1:
+            problems.append(f"data.held-out is {data.held_out}, it must be between 0 and 1")
+        positive = {"learning-rate": optimizer.learning_rate, "clip": optimizer.clip}
+        problems += [
+            f"optimizer.{name} is {found}, it must be positive and finite"
+            for name, found in positive.items()
+            if not 0 < found < math.inf
+        ]
+        if self.model.vocabulary < 256:
+            problems.append(f"model.vocabulary is {self.model.vocabulary}, bytes need at least 256")
+        if problems:
+            raise OptionsError.listing("options", problems)
+        if execution.plan is not None:
+            Plan.parse(execution.plan).check(self.model.layers + 2)
+
+
+def learning_rate(options: TrainOptions) -> optim.Schedule:
+    """Returns the learning rate of each step: linear warm-up (ending before the last step), then a cosine to a tenth."""
+    peak = options.optimizer.learning_rate
+    warmup = min(options.optimizer.warmup, options.steps - 1)
+    return optim.warmup_cosine(peak / max(1, warmup), peak, warmup, options.steps, end_value=peak / 10)
+
+
+def build_optimizer(options: TrainOptions) -> optim.Transformation:
+    """Returns clipping by global norm, then AdamW, with weight decay on matrices only."""
+    given = options.optimizer
+    return optim.chain(
+        optim.clip_by_global_norm(given.clip),
+        optim.adamw(
+            learning_rate(options),
+            b1=given.b1,
+            b2=given.b2,
+            weight_decay=given.weight_decay,
+            mask=lambda path, leaf: leaf.dim() >= 2,
+        ),
+    )
