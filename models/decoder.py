@@ -21,7 +21,7 @@ from rpfunc import random
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import Layer, Model
-from rpfunc.stream import attend, attending, rowwise
+from rpfunc.stream import Attending, attend, attending, rowwise
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_size", "mlp_width")
-        problems = [f"{name} is {getattr(self, name)}, it must be at least 1" for name in sizes if getattr(self, name) < 1]
+        problems = [
+            f"{name} is {getattr(self, name)}, it must be at least 1" for name in sizes if getattr(self, name) < 1
+        ]
         if self.kv_heads >= 1 and self.heads % self.kv_heads:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
         if self.head_size % 2:
@@ -60,7 +62,8 @@ class DecoderConfig:
 
 def model(config: DecoderConfig) -> Model:
     """Returns the decoder: layers `embedding`, `block0` ..., `head`. Reads row leaf `tokens` (B, T) int64; gives logits
-    (B, T, V)."""
+    (B, T, V).
+    """
     embedding = Layer("embedding", rowwise(_embed), "embedding")
     blocks = [Layer(f"block{i}", _block(config, f"block{i}"), f"block{i}") for i in range(config.layers)]
     projection = "embedding" if config.tied else "head"
@@ -70,7 +73,8 @@ def model(config: DecoderConfig) -> Model:
 
 def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Returns parameters: weights (out, in) normal with variance 1 / in, those that write into the residual stream
-    smaller by sqrt(2 layers) (GPT-2), embedding and head of deviation 0.02; norms 1, biases 0."""
+    smaller by sqrt(2 layers) (GPT-2), embedding and head of deviation 0.02; norms 1, biases 0.
+    """
     kv_width, q_width = config.kv_heads * config.head_size, config.heads * config.head_size
     residual = 1 / math.sqrt(2 * config.layers)
 
@@ -107,12 +111,16 @@ def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.floa
     return params if config.tied else params | {"head": table("head")}
 
 
-def rms_norm(x: Float[Tensor, "*rows width"], scale: Float[Tensor, " width"], epsilon: float) -> Float[Tensor, "*rows width"]:
+def rms_norm(
+    x: Float[Tensor, "*rows width"], scale: Float[Tensor, " width"], epsilon: float
+) -> Float[Tensor, "*rows width"]:
     """Returns x / sqrt(mean(x^2) + epsilon) * scale over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],), scale, epsilon)
 
 
-def rotate(x: Float[Tensor, "batch rows heads size"], first_row: int, theta: float) -> Float[Tensor, "batch rows heads size"]:
+def rotate(
+    x: Float[Tensor, "batch rows heads size"], first_row: int, theta: float
+) -> Float[Tensor, "batch rows heads size"]:
     """Returns x with each pair (i, i + size/2) of row t turned by the angle t * theta^(-2i/size)."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
@@ -136,7 +144,7 @@ def _head(config: DecoderConfig) -> Any:
     return head
 
 
-def _block(config: DecoderConfig, name: str) -> attending:
+def _block(config: DecoderConfig, name: str) -> Attending:
     def project(params: dict[str, Tensor], part: str, hidden: Tensor) -> Tensor:
         projected = F.linear(hidden, params[part], params.get(f"{part}_bias"))
         heads = rearrange(projected, "b t (h d) -> b t h d", d=config.head_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -32,13 +33,15 @@ class MlpConfig:
             raise ModelError(f"mlp: activation is {self.activation!r}, it must be one of {sorted(_ACTIVATIONS)}")
 
 
-_ACTIVATIONS = {"relu": F.relu, "square": torch.square, "tanh": torch.tanh}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "square": torch.square, "tanh": torch.tanh}
 
 
 def model(config: MlpConfig) -> Model:
     """Returns layers `linear0` ...; reads row leaf `features` (B, T, widths[0]), gives (B, T, widths[-1])."""
     last = len(config.widths) - 2
-    return Model(tuple(Layer(f"linear{i}", rowwise(_layer(config, i, i == last)), f"linear{i}") for i in range(last + 1)))
+    return Model(
+        tuple(Layer(f"linear{i}", rowwise(_layer(config, i, i == last)), f"linear{i}") for i in range(last + 1))
+    )
 
 
 def init(config: MlpConfig, key: random.Key, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from rpfunc import tree
@@ -45,7 +46,8 @@ class Batch:
         flat = [name for name, leaf, _ in sizes if leaf.dim() < (2 if name.startswith("row.") else 1)]
         if flat:
             raise BatchError.listing(
-                "batch", [f"{name} needs dimensions ({'B, T' if name.startswith('row.') else 'B'}, ...)" for name in flat]
+                "batch",
+                [f"{name} needs dimensions ({'B, T' if name.startswith('row.') else 'B'}, ...)" for name in flat],
             )
         examples = {name: leaf.shape[0] * factor for name, leaf, factor in sizes}
         rows = {f"row.{path}": leaf.shape[1] for path, leaf in _named(self.row)}
@@ -76,9 +78,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Returns the piece with rows start to stop (views, no copy)."""
-        return replace(
-            self, row=tree.map(lambda leaf: leaf[:, start:stop], self.row), first_row=self.first_row + start
-        )
+        return replace(self, row=tree.map(lambda leaf: leaf[:, start:stop], self.row), first_row=self.first_row + start)
 
     def examples(self, start: int, stop: int) -> Batch:
         """Returns the piece with examples start to stop (views, no copy). Raises BatchError if that cuts a group."""
@@ -103,7 +103,7 @@ class Batch:
             raise BatchError(f"batch: cannot cut {num_groups} groups into {num} microbatches, both must be at least 1")
         num = min(num, num_groups)
         stops = [(index * num_groups + num - 1) // num * self.group_size for index in range(num + 1)]
-        return [self.examples(start, stop) for start, stop in zip(stops[:-1], stops[1:], strict=True)]
+        return [self.examples(start, stop) for start, stop in pairwise(stops)]
 
 
 def _named(leaves: Mapping[str, Any]) -> list[tuple[str, Any]]:

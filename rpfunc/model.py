@@ -73,7 +73,9 @@ class Model:
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
-        problems = [f"layer {name!r} appears {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
+        problems = [
+            f"layer {name!r} appears {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1
+        ]
         problems += [
             f"layer {layer.name!r} reads {found!r}, which is no subtree name (a string)"
             for layer in self.layers
@@ -99,7 +101,8 @@ class Model:
 
     def check(self, params: Params) -> None:
         """Raises ModelError naming every subtree that is missing or that no layer reads, and every leaf that is no
-        floating-point tensor."""
+        floating-point tensor.
+        """
         wanted = {name for layer in self.layers for name in layer.subtrees}
         problems = [f"params lacks subtree {name!r}" for name in sorted(wanted - params.keys())]
         problems += [f"no layer reads subtree {name!r} of params" for name in sorted(params.keys() - wanted)]

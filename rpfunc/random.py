@@ -70,7 +70,8 @@ def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns standard normal numbers, by inverting the distribution function in float64, on the CPU."""
     centred = _to_unit(bits(key, torch.arange(math.prod(shape))), torch.float64) + 2.0**-54
-    return torch.special.ndtri(centred).to(dtype).reshape(shape)
+    drawn: Tensor = torch.special.ndtri(centred)
+    return drawn.to(dtype).reshape(shape)
 
 
 def categorical(key: Key, logits: Tensor) -> Tensor:

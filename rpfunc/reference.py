@@ -30,7 +30,8 @@ def value_and_grad(model: Model, objective: Objective) -> Callable[[Params, Batc
             scores = objective.score(model(tree.unflatten(structure, leaves), prepared), prepared)
             return objective.loss(scores.double().sum(dim=1), prepared, total)
 
-        value, pull = torch.func.vjp(loss, *leaves)
+        result: Any = torch.func.vjp(loss, *leaves)
+        value, pull = result
         return value, tree.unflatten(structure, pull(torch.ones_like(value)))
 
     return function

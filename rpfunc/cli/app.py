@@ -45,6 +45,8 @@ def build_app(console: Console, config: Sequence[Toml] = ()) -> App:
             Folder for the run; it must not exist. Default: runs/ and the name of the config.
         resume
             Folder of a run to continue from its last checkpoint, with its own options.
+        options
+            What the run depends on.
         """
         if resume is None:
             return train_run(console, options, config, out)
@@ -53,9 +55,7 @@ def build_app(console: Console, config: Sequence[Toml] = ()) -> App:
         return resume_run(console, resume)
 
     @app.command(name="sample")
-    def write(
-        run: Path, /, *, prompt: str = "And ", length: int = 300, temperature: float = 0.8, seed: int = 0
-    ) -> int:
+    def write(run: Path, /, *, prompt: str = "And ", length: int = 300, temperature: float = 0.8, seed: int = 0) -> int:
         """Write text with the last checkpoint of a run.
 
         Parameters

@@ -17,7 +17,7 @@ class Objective:
 
     prepare  whole batch -> batch: run once before any cut (labels are shifted here); adds the leaves `score` reads
     total    prepared batch -> (): the batch-wide denominator, a sum over examples; it adds up over accumulated batches
-    score    (output (B, T, ...), batch) -> s (B, T) or (B, T, K): the score of each row, which depends on that row alone
+    score    (output (B, T, ...), batch) -> s (B, T) or (B, T, K): row scores, each of its own row alone
     loss     (sums (B) or (B, K) float64, batch, total) -> (): these examples' share F of the loss, float64
     linear   F is linear in the sums, so that its derivative is known before they are
 

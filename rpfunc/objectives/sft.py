@@ -37,13 +37,14 @@ def _shift(batch: Batch) -> Batch:
 
 
 def _count(batch: Batch) -> Tensor:
-    return (batch.row["targets"] != IGNORED).sum().double()
+    valid: Tensor = batch.row["targets"] != IGNORED
+    return valid.sum().double()
 
 
 def _cross_entropy(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = batch.row["targets"]
-    losses = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    losses: Tensor = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(targets.shape)
 
 

@@ -54,7 +54,9 @@ class Plan:
         """
         spans = [tuple(map(Span, cuts[:-1], cuts[1:])) for cuts in (forward, backward)]
         if not forward or not backward or forward[-1] != backward[-1]:
-            raise PlanError(f"plan: forward cuts {list(forward)} and backward cuts {list(backward)} must end at one layer")
+            raise PlanError(
+                f"plan: forward cuts {list(forward)} and backward cuts {list(backward)} must end at one layer"
+            )
         return cls(spans[0], Span(forward[-1], num_layers), spans[1])
 
     @classmethod
@@ -62,7 +64,9 @@ class Plan:
         """Returns the plan that `str` prints so; its words may stand in any order."""
         words = text.split()
         found = [(word, re.fullmatch(r"([FXB])(\d+):(\d+)", word)) for word in words]
-        problems = [f"{word!r} is no stage, needs F, X or B and layers, as in 'F0:6'" for word, match in found if not match]
+        problems = [
+            f"{word!r} is no stage, needs F, X or B and layers, as in 'F0:6'" for word, match in found if not match
+        ]
         stages = sorted((m[1], Span(int(m[2]), int(m[3]))) for _, m in found if m)
         fused = [span for kind, span in stages if kind == "X"]
         if len(fused) != 1:
@@ -96,7 +100,9 @@ class Plan:
         spans = {"F": self.forward, "B": self.backward, "X": (None,) * len(self.forward) + (self.fused,)}.get(kind, ())
         span = spans[stage] if 0 <= stage < len(spans) else None
         if span is None:
-            raise PlanError(f"plan '{self}': has no stage {stage}{kind}, there are {[f'{s}{k}' for k, s in self.slots]}")
+            raise PlanError(
+                f"plan '{self}': has no stage {stage}{kind}, there are {[f'{s}{k}' for k, s in self.slots]}"
+            )
         return span
 
     def check(self, num_layers: int) -> None:

@@ -66,14 +66,16 @@ class Dispatch:
                         self._run(task)
                 except BaseException as error:
                     span = self._plan.span(task.kind, task.stage)
-                    error.add_note(f"rpfunc: in task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}")
+                    error.add_note(
+                        f"rpfunc: in task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}"
+                    )
                     raise
                 event = Event(worker, "compute", task, start_s, time.perf_counter())
                 with self._changed:
                     self._events.append(event)
                     self._ended.add(task)
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001  (goes to the caller, whatever it is)
+        except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
         finally:

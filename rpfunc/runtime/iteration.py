@@ -97,7 +97,9 @@ class Iteration:
         layers = work.model.layers[start:stop]
         if work.recompute:
             x = self._take(start, m)
-            _, pullbacks = stage_linearize(layers, self._params, x, self._microbatches[m], work.chunk, with_output=False)
+            _, pullbacks = stage_linearize(
+                layers, self._params, x, self._microbatches[m], work.chunk, with_output=False
+            )
         else:
             pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, stop)]
         dx, grads = stage_backward(layers, pullbacks, self._cotangents.pop(m), self._grads[task.kind, task.stage])

@@ -87,9 +87,7 @@ class Runtime:
                 inbox.put(job)
 
 
-def _serve(
-    worker: Cpu, jobs: queue.SimpleQueue[Callable[[], None] | None], started: threading.Barrier
-) -> None:
+def _serve(worker: Cpu, jobs: queue.SimpleQueue[Callable[[], None] | None], started: threading.Barrier) -> None:
     torch.set_num_threads(worker.threads)
     started.wait()
     while (job := jobs.get()) is not None:

@@ -28,7 +28,9 @@ class Task(NamedTuple):
         """
         match = re.fullmatch(rf"(\d+)([{KINDS}])(\d+)", text.strip())
         if match is None:
-            raise ScheduleError(f"task {text!r}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'")
+            raise ScheduleError(
+                f"task {text!r}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'"
+            )
         return cls(int(match[1]), match[2], int(match[3]))
 
     def __str__(self) -> str:
@@ -37,9 +39,9 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each worker the tasks that it runs, in order. A stage may stand on any number of workers.
+    r"""For each worker the tasks that it runs, in order. A stage may stand on any number of workers.
 
-    >>> print(Schedule.parse("0F0 0F1 0B0 0B1\\n1X0 1X1"))
+    >>> print(Schedule.parse("0F0 0F1 0B0 0B1\n1X0 1X1"))
     0F0 0F1 0B0 0B1
     1X0 1X1
     """

@@ -19,7 +19,11 @@ def validate(schedule: Schedule, plan: Plan, num_microbatches: int) -> None:
     wanted = {Task(stage, kind, m) for kind, stage in plan.slots for m in range(num_microbatches)}
     counts = Counter(schedule.tasks)
     problems = [f"{task} is missing" for task in sorted(wanted - counts.keys())]
-    problems += [f"{task} is unknown to plan '{plan}' and its {num_microbatches} microbatches" for task in counts if task not in wanted]
+    problems += [
+        f"{task} is unknown to plan '{plan}' and its {num_microbatches} microbatches"
+        for task in counts
+        if task not in wanted
+    ]
     problems += [f"{task} stands {count} times" for task, count in counts.items() if count > 1]
     if problems:
         raise ScheduleError.listing("schedule", problems)
@@ -29,7 +33,9 @@ def validate(schedule: Schedule, plan: Plan, num_microbatches: int) -> None:
             f"worker {worker} waits at {task} for {', '.join(map(str, missing))}"
             for worker, (task, missing) in stuck.items()
         ]
-        raise ScheduleError.listing(f"schedule never ends\n{_grid(schedule, {w: t for w, (t, _) in stuck.items()})}", waits)
+        raise ScheduleError.listing(
+            f"schedule never ends\n{_grid(schedule, {w: t for w, (t, _) in stuck.items()})}", waits
+        )
 
 
 def _run(schedule: Schedule, plan: Plan) -> dict[int, tuple[Task, list[Task]]]:

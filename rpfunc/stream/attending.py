@@ -8,7 +8,14 @@ from typing import Any
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
-from rpfunc.stream.flat import accumulate, floating, overwrite, own, rows, spans, vjp, write
+from rpfunc.stream.flat import accumulate, overwrite, own, rows, spans, vjp, write
+
+
+def attending(
+    kv: Callable[[Any, Any, Batch], Any], rows: Callable[[Any, Any, Any, Batch], Any], *, causal: bool = True
+) -> Attending:
+    """Returns the attending form of `kv(params, x, batch)` and `rows(params, x, kv, batch) -> y`."""
+    return Attending(kv, rows, causal)
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,10 @@ class Attending:
             dx = overwrite(dx, cotangent, dx_rows, start, stop)
         if not self.causal:
             for start, stop in pieces:
-                part, grads = self._kv_vjp(params, rows(x, start, stop), batch.rows(start, stop), rows(dkv, start, stop), grads)
-                for place, addend in zip(dx or (), part, strict=True):
+                dx_rows, grads = self._kv_vjp(
+                    params, rows(x, start, stop), batch.rows(start, stop), rows(dkv, start, stop), grads
+                )
+                for place, addend in zip(dx or (), dx_rows, strict=True):
                     place[:, start:stop].add_(addend)
         return dx or (), grads or ()
 

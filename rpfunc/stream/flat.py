@@ -46,7 +46,8 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
     primals = tuple(leaf for flat in flats for leaf in flat)
     if not primals:  # torch.func.vjp needs something to differentiate
         return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
-    _, pull, output = torch.func.vjp(call, *primals, has_aux=True)
+    result: Any = torch.func.vjp(call, *primals, has_aux=True)
+    _, pull, output = result
     return output, lambda cotangent: tuple(_cut(pull(cotangent), sizes))
 
 

@@ -62,14 +62,12 @@ def head_vjp(
 
 
 def _sums_cotangent(objective: Objective, sums: Tensor, batch: Batch, total: Tensor) -> Tensor:
-    _, pull = torch.func.vjp(lambda sums: objective.loss(sums, batch, total), sums)
-    cotangent: Tensor = pull(torch.ones((), dtype=torch.float64, device=sums.device))[0]
+    _, pull = vjp(lambda sums: objective.loss(sums, batch, total), sums)
+    ((cotangent,),) = pull((torch.ones((), dtype=torch.float64, device=sums.device),))
     return cotangent
 
 
-def _pieces(
-    layer: Layer, x: Any, batch: Batch, chunk: int | None
-) -> list[tuple[tuple[int, int], Any, Batch]]:
+def _pieces(layer: Layer, x: Any, batch: Batch, chunk: int | None) -> list[tuple[tuple[int, int], Any, Batch]]:
     """Returns (rows covered, x of those rows, batch of those rows) for each chunk; all in one where none is asked for.
 
     A head that is not row-wise stays whole, and needs no row dimension at all.

@@ -11,6 +11,11 @@ from rpfunc.model import Flat
 from rpfunc.stream.flat import accumulate, vjp
 
 
+def opaque(function: Callable[[Any, Any, Batch], Any]) -> Opaque:
+    """Returns the opaque form of `function(params, x, batch) -> y`."""
+    return Opaque(function)
+
+
 @dataclass(frozen=True)
 class Opaque:
     """The form of any `function(params, x, batch) -> y`; x needs no row dimension. A chunk size changes nothing."""

@@ -11,6 +11,11 @@ from rpfunc.model import Flat
 from rpfunc.stream.flat import accumulate, overwrite, rows, spans, vjp, write
 
 
+def rowwise(function: Callable[[Any, Any, Batch], Any]) -> RowWise:
+    """Returns the row-wise form of `function(params, x, batch) -> y`."""
+    return RowWise(function)
+
+
 @dataclass(frozen=True)
 class RowWise:
     """The form of `function(params, x, batch) -> y`, where row t of y (B, T, ...) depends on row t of x and batch."""

@@ -60,9 +60,7 @@ def stage_fused(
     """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one."""
     *body, head = layers
     x, pullbacks = stage_linearize(body, params, x, batch, chunk)
-    loss, cotangent, head_grads = head_vjp(
-        head, objective, params, x, batch, total, chunk, grads.get(head.name)
-    )
+    loss, cotangent, head_grads = head_vjp(head, objective, params, x, batch, total, chunk, grads.get(head.name))
     del x
     dx, updated = stage_backward(body, pullbacks, cotangent, grads)
     return loss, dx, {**updated, head.name: head_grads}

@@ -33,8 +33,8 @@ def value(
         with torch.no_grad():
             for piece in prepared.microbatches(microbatches):
                 x: Any = ()
-                for x in stage_forward(body, params, (), piece, chunk):
-                    pass  # only the last output is kept
+                for output in stage_forward(body, params, (), piece, chunk):
+                    x = output
                 sums = head_value(head, objective, params, x, piece, chunk)
                 losses.append(objective.loss(sums, piece, total))
         return torch.stack(losses).sum(), total

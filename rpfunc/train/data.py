@@ -54,7 +54,8 @@ def training_batch(text: Tensor, key: random.Key, step: int, examples: int, rows
 
 def held_out_batch(text: Tensor, rows: int) -> Batch:
     """Returns the whole text in windows of `rows` bytes that overlap by one, so that each byte but the first is
-    predicted exactly once; the last window is filled up with rows that do not count."""
+    predicted exactly once; the last window is filled up with rows that do not count.
+    """
     rows = min(rows, len(text))
     starts = torch.arange(0, len(text) - 1, rows - 1).unsqueeze(1)
     padding = int(starts[-1]) + rows - len(text)

@@ -118,7 +118,10 @@ def run(
         checkpoint.save(folder.checkpoint, state, setting.notes)
     steps = train_steps(
         state,
-        (training_batch(setting.text, key, step, data.examples, data.rows) for step in range(state.step, options.steps)),
+        (
+            training_batch(setting.text, key, step, data.examples, data.rows)
+            for step in range(state.step, options.steps)
+        ),
         model=setting.model,
         objective=sft(),
         optimizer=build_optimizer(options),
@@ -149,7 +152,6 @@ def run(
         steps.close()  # drops the step that is under way
     events = tuple(event for timeline in recent for event in timeline.events)
     return Outcome(state, held_out, Timeline(events, execution.workers), interrupted)
-
 
 
 def _evaluator(setting: Setting) -> Callable[[State], float]:

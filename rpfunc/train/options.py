@@ -94,7 +94,9 @@ class TrainOptions:
             "execution.microbatches": (execution.microbatches, 1),
             "execution.chunk": (1 if execution.chunk is None else execution.chunk, 1),
         }
-        problems = [f"{name} is {found}, it must be at least {low}" for name, (found, low) in least.items() if found < low]
+        problems = [
+            f"{name} is {found}, it must be at least {low}" for name, (found, low) in least.items() if found < low
+        ]
         if not 0 < data.held_out < 1:
             problems.append(f"data.held-out is {data.held_out}, it must be between 0 and 1")
         positive = {"learning-rate": optimizer.learning_rate, "clip": optimizer.clip}
@@ -112,7 +114,7 @@ class TrainOptions:
 
 
 def learning_rate(options: TrainOptions) -> optim.Schedule:
-    """Returns the learning rate of each step: linear warm-up (ending before the last step), then a cosine to a tenth."""
+    """Returns the learning rate of each step: a linear warm-up, at most to the last step, then a cosine to a tenth."""
     peak = options.optimizer.learning_rate
     warmup = min(options.optimizer.warmup, options.steps - 1)
     return optim.warmup_cosine(peak / max(1, warmup), peak, warmup, options.steps, end_value=peak / 10)

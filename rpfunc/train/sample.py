@@ -19,7 +19,7 @@ def sample(
 
     Temperature 0 takes the likeliest byte. The model sees the last `rows` bytes, all of them anew for each byte.
     """
-    if not prompt or num < 0 or not 0.0 <= temperature:
+    if not prompt or num < 0 or not temperature >= 0.0:
         raise OptionsError(
             f"sample: needs a prompt of at least one byte, a number of bytes and a temperature of at least 0, "
             f"found {prompt!r}, {num} and {temperature}"

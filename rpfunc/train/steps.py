@@ -16,7 +16,8 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.optim import Transformation, global_norm, step, step_donated
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.state import State
-from rpfunc.runtime.value_and_grad import Running, Work, Workers, check_options, choose_plan, open_runtime, start
+from rpfunc.runtime.iteration import Work
+from rpfunc.runtime.value_and_grad import Running, Workers, check_options, choose_plan, open_runtime, start
 from rpfunc.schedule.timeline import Timeline
 
 
@@ -94,7 +95,7 @@ def train_steps(
                 running, failure = None, None
                 try:
                     running = begin(state)
-                except Exception as error:  # noqa: BLE001  (raised once this step has been yielded)
+                except Exception as error:
                     failure = error
                 yield state, StepResult(state.step, result.loss, result.total, norm, skipped, result.timeline)
                 if failure is not None:

@@ -1,0 +1,173 @@
+"""Comparisons that tests rest on: trees of tensors, streaming forms and gradient functions against plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpfunc import reference, tree
+from rpfunc.batch import Batch
+from rpfunc.model import Form, Model, Params, accumulator_dtype
+from rpfunc.objectives.objective import Objective
+
+
+def gradient_error(found: Any, wanted: Any) -> float:
+    """Returns the largest ‖found - wanted‖ / (‖wanted‖ + 1e-3 · root mean square of all leaves' norms) of any leaf.
+
+    The second term keeps a leaf whose gradient is exactly zero from dividing by zero. Computed in float64; inf where
+    anything is not finite. Raises AssertionError where structures or shapes differ.
+
+    >>> gradient_error({"w": torch.tensor([3.0, 4.5])}, {"w": torch.tensor([3.0, 4.0])}) < 0.1
+    True
+    """
+    _assert_same_shapes(found, wanted)
+    norms, errors = [], []
+    for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        norms.append(float(other.double().norm()))
+        errors.append(float((one.double() - other.double()).norm()))
+    typical = (sum(norm * norm for norm in norms) / max(len(norms), 1)) ** 0.5
+    worst = 0.0
+    for norm, error in zip(norms, errors, strict=True):
+        if error != 0.0:  # nan, too
+            scale = norm + 1e-3 * typical
+            worst = max(worst, error / scale if scale > 0.0 and error < float("inf") else float("inf"))
+    return worst
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    """Raises AssertionError where `gradient_error` exceeds `tolerance`; tolerance 0 demands equal values."""
+    if tolerance == 0.0:
+        assert_equal(found, wanted)
+        return
+    error = gradient_error(found, wanted)
+    assert error <= tolerance, f"relative error {error:.3g} of at most {tolerance:.3g}"
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Raises AssertionError, naming the leaves, unless every two leaves have equal values and shapes (0.0 == -0.0)."""
+    _assert_same_shapes(found, wanted)
+    differing = [
+        f"{path}: found {one.tolist()}, needed {other.tolist()}"
+        for path, one, other in zip(tree.paths(wanted), tree.leaves(found), tree.leaves(wanted), strict=True)
+        if not torch.equal(one, other.to(one.dtype))
+    ]
+    assert not differing, "\n".join(differing)
+
+
+def assert_equal_bits(found: Any, wanted: Any) -> None:
+    """Raises AssertionError, naming the leaves, unless every two leaves have the same dtype, shape and bits."""
+    _assert_same_shapes(found, wanted)
+    pairs = zip(tree.paths(wanted), tree.leaves(found), tree.leaves(wanted), strict=True)
+    differing = [path for path, one, other in pairs if one.dtype != other.dtype or not _same_bits(one, other)]
+    assert not differing, f"bits differ in {', '.join(path or 'the tensor' for path in differing)}"
+
+
+@contextmanager
+def assert_untouched(*trees: Any) -> Any:
+    """Raises AssertionError if the block changes a bit of any tensor in `trees` (Batches count as trees)."""
+    plain = [_plain(each) for each in trees]
+    copies = [tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, each) for each in plain]
+    yield
+    for each, copy in zip(plain, copies, strict=True):
+        _assert_same_shapes(each, copy)
+        for path, one, other in zip(tree.paths(copy), tree.leaves(each), tree.leaves(copy), strict=True):
+            same = _same_bits(one, other) if isinstance(one, Tensor) else one == other
+            assert same, f"argument {path} was written to"
+
+
+def assert_streams(
+    form: Form, params: Any, x: Any, batch: Batch, chunk: int, *, tolerance: float = 0.0, seed: int = 0
+) -> None:
+    """Raises AssertionError unless `form` gives, `chunk` rows at a time, what `form.full` and plain autograd give.
+
+    Compares the output, the input's gradient and the parameters' gradient, added to sums that exist already; cotangent
+    and sums are small integers drawn from `seed`. Demands that no argument but the donated ones is written to.
+    """
+    wanted, wanted_dx, wanted_dparams, cotangent = _autograd(form, params, x, batch, seed)
+    start = tuple(torch.full_like(leaf, 3.0) for leaf in _floats(params))
+    with assert_untouched(params, x, batch):
+        found = form.forward(params, x, batch, chunk)
+        donated = tuple(leaf.clone() for leaf in cotangent)
+        dx, first = form.backward(params, x, batch, chunk, donated, None)
+        held = [leaf.clone() for leaf in first]
+        donated = tuple(leaf.clone() for leaf in cotangent)
+        _, summed = form.backward(params, x, batch, chunk, donated, tuple(leaf.clone() for leaf in start))
+    assert_close(found, wanted, tolerance)
+    assert_close(list(dx), wanted_dx, tolerance)
+    assert_close(held, wanted_dparams, tolerance)
+    assert_close(list(summed), [a + b for a, b in zip(start, wanted_dparams, strict=True)], tolerance)
+
+
+def assert_computes(
+    function: Callable[[Params, Batch], tuple[Any, Any]],
+    model: Model,
+    objective: Objective,
+    params: Params,
+    batch: Batch,
+    *,
+    tolerance: float = 0.0,
+) -> None:
+    """Raises AssertionError unless function(params, batch) gives `reference.value_and_grad`'s loss and gradients.
+
+    `function` returns (loss, or a Result that holds it; gradients). Demands that the arguments stay as they were, and
+    that gradients are float32 or wider.
+    """
+    wanted_loss, wanted = reference.value_and_grad(model, objective)(params, batch)
+    with assert_untouched(params, batch):
+        result, grads = function(params, batch)
+    loss = result if isinstance(result, Tensor) else result.loss
+    assert_close({"loss": loss}, {"loss": wanted_loss}, tolerance)
+    assert_close(grads, wanted, tolerance)
+    for leaf, grad in zip(tree.leaves(dict(params)), tree.leaves(grads), strict=True):
+        assert grad.dtype == accumulator_dtype(leaf.dtype), f"gradient of {leaf.dtype} parameter is {grad.dtype}"
+
+
+def _autograd(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> tuple[Any, list[Tensor], list[Tensor], Any]:
+    """Returns form.full's output, the gradients of x and params by torch.autograd, and the cotangent drawn."""
+    detached = [
+        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), each) for each in (x, params)
+    ]
+    output = form.full(detached[1], detached[0], batch)
+    generator = torch.Generator().manual_seed(seed)
+    cotangent = [
+        torch.randint(-2, 3, leaf.shape, generator=generator).to(leaf.dtype) for leaf in _floats(output)
+    ]
+    reached = [(leaf, dy) for leaf, dy in zip(_floats(output), cotangent, strict=True) if leaf.requires_grad]
+    inputs, weights = (_floats(each) for each in detached)
+    if not reached or not inputs + weights:
+        grads: Any = [torch.zeros_like(leaf) for leaf in inputs + weights]
+    else:
+        outputs, dys = zip(*reached, strict=True)
+        grads = torch.autograd.grad(outputs, inputs + weights, dys, allow_unused=True, materialize_grads=True)
+    output = tree.map(lambda leaf: leaf.detach(), output)
+    return output, list(grads[: len(inputs)]), list(grads[len(inputs) :]), cotangent
+
+
+def _floats(structured: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(structured) if leaf.is_floating_point()]
+
+
+def _plain(each: Any) -> Any:
+    if isinstance(each, Batch):
+        return {name: dict(getattr(each, name)) for name in ("row", "example", "group", "constant")}
+    return each
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    one, other = (leaf.contiguous().view(kinds[leaf.element_size()]) for leaf in (one, other))
+    return torch.equal(one, other)
+
+
+def _assert_same_shapes(found: Any, wanted: Any) -> None:
+    assert tree.same_structure(found, wanted), f"found the tree {tree.paths(found)}, needed {tree.paths(wanted)}"
+    differing = [
+        f"{path}: found shape {tuple(one.shape)}, needed {tuple(other.shape)}"
+        for path, one, other in zip(tree.paths(wanted), tree.leaves(found), tree.leaves(wanted), strict=True)
+        if isinstance(other, Tensor) and one.shape != other.shape
+    ]
+    assert not differing, "\n".join(differing)
