@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
-from cyclopts.config import Toml
+from cyclopts.config import Dict
 from rich.console import Console
 
 from rpfunc import random
-from rpfunc.cli.train import read_model, resume_run, train_run
+from rpfunc.cli.train import INTERRUPTED, print_text, read_model, resume_run, train_run
 from rpfunc.errors import OptionsError, RpfuncError
 from rpfunc.train import checkpoint
 from rpfunc.train.options import TrainOptions
@@ -22,8 +24,8 @@ BAD_INPUT = 2
 """Exit code for options, files or folders that cannot work."""
 
 
-def build_app(console: Console, config: Sequence[Toml] = ()) -> App:
-    """Returns the commands, with `config` files below the flags."""
+def build_app(console: Console, config: Sequence[Dict] = ()) -> App:
+    """Returns the commands; `config` gives `train`'s options, below the flags."""
     app = App(name="rpfunc", help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.")
 
     @app.command(config=config)
@@ -78,10 +80,25 @@ def build_app(console: Console, config: Sequence[Toml] = ()) -> App:
         written = bytes(
             sample(setting.model, params, start, length, rows=rows, key=random.key(seed), temperature=temperature)
         )
-        console.print((start + written).decode(errors="replace"), markup=False, highlight=False, soft_wrap=True)
+        print_text(console, start + written)
         return 0
 
     return app
+
+
+def read_config(path: Path) -> Dict:
+    """Returns the options in a TOML file. Raises OptionsError if it is missing, no TOML, or has an unknown section."""
+    try:
+        options = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise OptionsError(f"config: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise OptionsError(f"config: {path} is no TOML file: {error}") from error
+    known = [field.name for field in fields(TrainOptions)]
+    unknown = [f"{name!r} is no option, there are {', '.join(known)}" for name in options if name not in known]
+    if unknown:
+        raise OptionsError.listing(f"config {path}", unknown)
+    return Dict(options, use_commands_as_keys=False, source=str(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,10 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The config file is an argument of `train`, and its values are defaults of the other arguments.
     files = [Path(token) for token in tokens[1:2] if token.endswith(".toml")]
     try:
-        for path in files:
-            if not path.is_file():
-                raise OptionsError(f"config: there is no file {path}")
-        app = build_app(console, [Toml(path, use_commands_as_keys=False) for path in files])
+        app = build_app(console, [read_config(path) for path in files])
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except (RpfuncError, CycloptsError) as error:
@@ -102,4 +116,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         errors.print("rpfunc: interrupted")
-        return 130
+        return INTERRUPTED

@@ -93,17 +93,17 @@ def _finish(console: Console, setting: Setting, folder: RunFolder, outcome: Outc
         f"\nheld-out loss: {outcome.held_out[steps[0]]:.3f} bits per byte before, "
         f"[bold]{outcome.held_out[steps[-1]]:.3f}[/bold] after {steps[-1]} steps"
     )
-    if options.sample:
+    written_to = [folder.metrics, folder.checkpoint]
+    if options.sample_bytes:
         prompt = bytes(setting.text[: min(32, options.data.rows)].tolist())
         key = random.fold_in(random.key(options.seed), "sample")
         written = bytes(
-            sample(setting.model, outcome.state.params, prompt, options.sample, rows=options.data.rows, key=key)
+            sample(setting.model, outcome.state.params, prompt, options.sample_bytes, rows=options.data.rows, key=key)
         )
-        text = (prompt + written).decode(errors="replace")
-        (folder.path / "sample.txt").write_text(text)
+        written_to.append(folder.path / "sample.txt")
+        written_to[-1].write_bytes(prompt + written)
         console.print("\na sample:", style="bold")
-        console.print(text, markup=False, highlight=False)
-    written_to = [folder.metrics, folder.checkpoint]
+        print_text(console, prompt + written)
     if outcome.timeline.events:
         trace = folder.path / "timeline.json"
         trace.write_text(outcome.timeline.chrome_trace())
@@ -112,6 +112,15 @@ def _finish(console: Console, setting: Setting, folder: RunFolder, outcome: Outc
     console.print("\nwrote:", style="bold")
     for path in written_to:
         console.print(f"  {path}", soft_wrap=True, highlight=False)
+
+
+def print_text(console: Console, text: bytes) -> None:
+    """Prints bytes that a model wrote; what is no printable text shows as a replacement character."""
+    decoded = text.decode(errors="replace")
+    shown = "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
+    )
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def _plots(console: Console, folder: RunFolder, outcome: Outcome) -> list[Path]:

@@ -15,11 +15,14 @@ from rpfunc.batch import Batch
 class Objective:
     """The loss Σ over microbatches of F(Σ over rows of s), in pure functions.
 
-    prepare  whole batch -> batch: run once before any cut (labels are shifted here); adds the leaves `score` reads
-    total    prepared batch -> (): the batch-wide denominator, a sum over examples; it adds up over accumulated batches
-    score    (output (B, T, ...), batch) -> s (B, T) or (B, T, K): row scores, each of its own row alone
-    loss     (sums (B) or (B, K) float64, batch, total) -> (): these examples' share F of the loss, float64
-    linear   F is linear in the sums, so that its derivative is known before they are
+    prepare    whole batch -> batch: run once before any cut (labels are shifted here); adds the leaves `score` reads
+    total      prepared batch -> (): the batch-wide denominator, a sum over examples; adds up over accumulated batches
+    score      (output (B, T, ...), batch) -> s (B, T) or (B, T, K): row scores, each of its own row alone
+    loss       (sums (B) or (B, K) float64, batch, total) -> (): these examples' share F of the loss, float64
+    linear     F is linear in the sums, so that its derivative is known before they are
+    statistic  (sums, microbatch) -> additive parts of a number about the whole batch that F needs. They are found by a
+               forward pass over all microbatches before any gradient is taken, and added up; `loss` finds the result
+               in `batch.constant["statistic"]`, as a constant. None: F needs no such number
 
     A batch whose total is 0 has loss 0 and zero gradients.
     """
@@ -30,6 +33,7 @@ class Objective:
     score: Callable[[Any, Batch], Tensor]
     loss: Callable[[Tensor, Batch, Tensor], Tensor]
     linear: bool = True
+    statistic: Callable[[Tensor, Batch], Tensor] | None = None
 
 
 def weighted_mean(sums: Tensor, total: Tensor) -> Tensor:

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from rpfunc.batch import Batch
-from rpfunc.errors import BatchError
+from rpfunc.objectives.checks import at_least, between, check_options, logits_problems
+from rpfunc.objectives.logprob import cross_entropy, shape_logits
 from rpfunc.objectives.objective import Objective, weighted_mean
+from rpfunc.objectives.targets import IGNORED as IGNORED
+from rpfunc.objectives.targets import is_target, num_tokens, prepare
 
-IGNORED = -100
-"""The label of a row that is not to be predicted."""
 
+def sft(
+    label_smoothing: float = 0.0, z_loss: float = 0.0, temperature: float = 1.0, soft_cap: float | None = None
+) -> Objective:
+    """Returns the token-level cross entropy, in nats: Σ w · l / Σ w over rows with a label.
 
-def sft() -> Objective:
-    """Returns the token-level cross entropy, Σ -log softmax(logits_t)[label_{t+1}] / number of valid labels, in nats.
+    l = -(1-ε) log p[label] - ε mean(log p) + z_loss · (log Σ exp(logits))², p = softmax(logits), ε = label_smoothing.
+    Row t is scored against label t+1, shifted once on whole rows, so T rows have at most T-1 targets.
 
-    Reads row leaf `labels` (B, T) int64, the tokens themselves, with -100 where no prediction is scored; row t is
-    scored against label t+1, shifted once on whole rows, so T rows have at most T-1 targets. The output is logits
-    (B, T, V). The normaliser counts valid labels over all microbatches; none at all gives loss 0.
+    The output is logits (B, T, V). Reads row leaf `labels` (B, T), integer, -100 where no prediction is scored, and, if
+    the batch has it, row leaf `weights` (B, T), floating: w of that label, of any sign (1 where the leaf is missing).
+    The normaliser is the sum of weights over all microbatches; where it is 0 (no valid label) the loss is 0.
+    Give `value_and_grad` another `total` to divide by something else.
+
+    temperature, soft_cap: logits become soft_cap · tanh(logits / soft_cap) / temperature first.
+    Sources: label smoothing arXiv 1512.00567 (section 7), z-loss arXiv 2204.02311 (section 5), soft-cap arXiv
+    2408.00118 (section 2).
+    Raises OptionsError; `prepare` raises BatchError.
+
+    >>> sft(label_smoothing=1.5)
+    Traceback (most recent call last):
+    rpfunc.errors.OptionsError: sft: label_smoothing is 1.5; it must be in [0, 1), for example 0.1
     """
-    return Objective("sft", prepare=_shift, total=_count, score=_cross_entropy, loss=_mean)
+    problems = [between("label_smoothing", label_smoothing, 0.0, 1.0, 0.1), at_least("z_loss", z_loss, 0.0, 1e-4)]
+    check_options("sft", problems + logits_problems(temperature, soft_cap))
+
+    def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
+        valid = is_target(batch)
+        shaped = shape_logits(logits, valid, temperature, soft_cap)
+        losses = cross_entropy(shaped, batch.row["targets"], label_smoothing)
+        if z_loss:
+            losses = losses + z_loss * shaped.logsumexp(dim=-1).square().where(valid, 0.0)
+        return losses * batch.row["target_weights"] if "target_weights" in batch.row else losses
+
+    return Objective("sft", prepare=_prepare, total=_total, score=score, loss=_mean)
 
 
-def _shift(batch: Batch) -> Batch:
-    labels = batch.row.get("labels")
-    if labels is None or labels.dim() != 2 or labels.is_floating_point():
-        found = "none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}"
-        raise BatchError(f"sft: needs row leaf 'labels' of shape (B, T) and an integer dtype, found {found}")
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return replace(batch, row={**batch.row, "targets": targets})
+def _prepare(batch: Batch) -> Batch:
+    return prepare("sft", batch, tokens={"weights": ""} if "weights" in batch.row else {})
 
 
-def _count(batch: Batch) -> Tensor:
-    valid: Tensor = batch.row["targets"] != IGNORED
-    return valid.sum().double()
-
-
-def _cross_entropy(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    targets = batch.row["targets"]
-    losses: Tensor = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(targets.shape)
+def _total(batch: Batch) -> Tensor:
+    return batch.row["target_weights"].double().sum() if "target_weights" in batch.row else num_tokens(batch)
 
 
 def _mean(sums: Tensor, batch: Batch, total: Tensor) -> Tensor:

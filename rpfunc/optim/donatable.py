@@ -5,6 +5,7 @@ Source: own.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,13 @@ from rpfunc.tree import Tree
 def check_donatable(updates: Tree, state: Any, params: Tree) -> None:
     """Raises OptimizerError that lists every leaf whose storage must not, or cannot, be overwritten.
 
-    Refused among params and state: an expanded tensor (one place, several elements); a module's parameter; memory
-    that torch does not own, such as a mapped file or a NumPy array; two tensors in the same memory, or one in that
-    of an update. Interleaved views, such as columns of a matrix, count as apart unless they begin together.
+    Refused among params and state: an expanded tensor (one place, several elements); a module's parameter; a tensor
+    mapped from a file (where the system can tell: on Linux); two tensors in the same memory, or one in that of an
+    update. Interleaved views, such as columns of a matrix, count as apart unless they begin together.
     """
     written = _named("params", params) + _named("state", state)
-    read = _named("updates", updates)
+    read = [(name, leaf) for name, leaf in _named("updates", updates) if isinstance(leaf, Tensor)]
     problems = [problem for name, leaf in written for problem in _faults(name, leaf)]
-    problems += [
-        f"{name} is a {type(leaf).__name__}; a tensor is needed" for name, leaf in read if not _is_tensor(leaf)
-    ]
     if not problems:
         problems = _overlaps(
             [_span(*each, written=True) for each in written] + [_span(*each, written=False) for each in read]
@@ -48,10 +46,6 @@ def _named(name: str, values: Tree) -> list[tuple[str, Any]]:
     return list(zip(tree.paths({name: values}), tree.leaves(values), strict=True))
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
-
-
 def _faults(name: str, leaf: Any) -> list[str]:
     if not isinstance(leaf, Tensor):
         return [f"{name} is a {type(leaf).__name__}; a tensor is needed"]
@@ -59,10 +53,23 @@ def _faults(name: str, leaf: Any) -> list[str]:
         return [f"{name} is a module's parameter; give a detached clone"]
     if any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
         return [f"{name} is expanded, one place for several elements; give a clone with its own"]
-    # A storage that torch allocated can be resized; one that wraps a mapped file or foreign memory cannot.
-    if leaf.numel() and leaf.device.type == "cpu" and not leaf.untyped_storage().resizable():
-        return [f"{name} lies in memory that torch does not own, such as a mapped file; give a clone"]
-    return []
+    file = _mapped_file(leaf)
+    return [f"{name} is mapped from {file}; give a clone"] if file else []
+
+
+def _mapped_file(tensor: Tensor) -> str | None:
+    # torch does not say what a storage maps. One that it allocated can be resized, and so maps nothing; but one that
+    # cannot may also just have been looked at through NumPy, so the system is asked.
+    maps = Path("/proc/self/maps")
+    if not tensor.numel() or tensor.device.type != "cpu" or tensor.untyped_storage().resizable() or not maps.exists():
+        return None
+    for line in maps.read_text().splitlines():
+        span, _, _, _, _, *file = line.split(maxsplit=5)  # 7f00-7f10 rw-p 00000000 08:01 1234 /path
+        start, end = (int(address, 16) for address in span.split("-"))
+        if start <= tensor.data_ptr() < end and file and file[0].startswith("/"):
+            shared = file[0].startswith(("/dev/shm/", "/memfd:"))  # memory shared by processes, in spite of its name
+            return None if shared else file[0]
+    return None
 
 
 def _span(name: str, tensor: Tensor, *, written: bool) -> _Span:

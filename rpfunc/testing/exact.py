@@ -76,8 +76,8 @@ def paired() -> Objective:
 def largest(model: Model, objective: Objective, params: Any, batch: Batch) -> float:
     """Returns a bound on every number, times N, that any exact way of computing the gradient meets.
 
-    All parameters and weights are put to 1. No value or cotangent is then zero or cancelled, and each is a factor of some term of a
-    gradient; so the largest gradient or loss is as large as anything on the way, whatever signs the parameters have.
+    All parameters and weights are put to 1, the largest that they can be. No value or cotangent is then below 1 or
+    cancelled, and each is a factor in some term of a gradient, so the largest gradient or loss bounds them all.
     """
     ones = tree.map(torch.ones_like, dict(params))
     positive = Batch(
@@ -92,11 +92,11 @@ def largest(model: Model, objective: Objective, params: Any, batch: Batch) -> fl
 def _embed(table: Tensor, x: Any, batch: Batch) -> Tensor:
     del x
     tokens = batch.row["tokens"]
-    # the sign depends on absolute places, so that a piece that forgets where it stands is found out
+    # the factor depends on absolute places, so that a piece that forgets where it stands is found out
     examples = torch.arange(batch.first_example, batch.first_example + tokens.shape[0]).unsqueeze(1)
     rows = torch.arange(batch.first_row, batch.first_row + tokens.shape[1])
-    sign = 1 - 2 * ((examples + rows) % 3 == 1).to(table.dtype)
-    return F.embedding(tokens, table) * sign.unsqueeze(-1)
+    factor = 1 + ((examples + rows) % 3 == 1).to(table.dtype)
+    return F.embedding(tokens, table) * factor.unsqueeze(-1)
 
 
 def _head(table: Tensor, x: Tensor, batch: Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def assert_equal_bits(found: Any, wanted: Any) -> None:
 
 
 @contextmanager
-def assert_untouched(*trees: Any) -> Any:
+def assert_untouched(*trees: Any) -> Iterator[None]:
     """Raises AssertionError if the block changes a bit of any tensor in `trees` (Batches count as trees)."""
     plain = [_plain(each) for each in trees]
     copies = [tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, each) for each in plain]

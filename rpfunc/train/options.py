@@ -75,7 +75,7 @@ class TrainOptions:
     """Steps between evaluations on the held-out text."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
-    sample: int = 300
+    sample_bytes: int = 300
     """Bytes of text to write at the end."""
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ class TrainOptions:
             "steps": (self.steps, 1),
             "evaluate-every": (self.evaluate_every, 1),
             "checkpoint-every": (self.checkpoint_every, 1),
-            "sample": (self.sample, 0),
+            "sample-bytes": (self.sample_bytes, 0),
             "data.examples": (data.examples, 1),
             "data.rows": (data.rows, 2),
             "optimizer.warmup": (optimizer.warmup, 0),

@@ -23,7 +23,9 @@ NUM_STEPS = 8
 
 
 def as_arrays(values):
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), values, is_leaf=lambda node: isinstance(node, list))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, jnp.float64), values, is_leaf=lambda node: isinstance(node, list)
+    )
 
 
 def as_lists(arrays):
@@ -32,6 +34,7 @@ def as_lists(arrays):
 
 def gradient(step):
     """A gradient that changes sign and size with the step and the place, without a random generator."""
+
     def leaf(values, offset):
         return jnp.sin(jnp.arange(values.size, dtype=jnp.float64) * 1.7 + 2.3 * step + offset).reshape(values.shape)
 
@@ -55,7 +58,9 @@ def run(optimizer):
 
 warmup_cosine = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 6, 0.01)
 accumulated = optax.MultiSteps(
-    optax.adamw(0.1, weight_decay=0.1), every_k_schedule=lambda count: jnp.where(count < 1, 2, 3)
+    optax.adamw(0.1, weight_decay=0.1),
+    every_k_schedule=lambda count: jnp.where(count < 1, 2, 3),
+    accumulator_dtype=jnp.float64,
 )
 
 SCHEDULES = {

@@ -1,0 +1,52 @@
+"""Refusals of option values that cannot work: what was found, what is needed, a value that would work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, isfinite
+
+from rpfunc.errors import OptionsError
+
+
+def check_options(objective: str, problems: Iterable[str | None]) -> None:
+    """Raises OptionsError listing all problems that are not None.
+
+    >>> check_options("dpo", [at_least("beta", 0.1, 0.0, 0.1), between("label_smoothing", 0.7, 0.0, 0.5, 0.1)])
+    Traceback (most recent call last):
+    rpfunc.errors.OptionsError: dpo: label_smoothing is 0.7; it must be in [0, 0.5), for example 0.1
+    """
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise OptionsError.listing(objective, found)
+
+
+def above(name: str, value: float, low: float, example: float) -> str | None:
+    """Returns what is wrong unless `value` is finite and above `low`."""
+    return _unless(isfinite(value) and value > low, name, value, f"finite and above {low:g}", example)
+
+
+def at_least(name: str, value: float, low: float, example: float) -> str | None:
+    """Returns what is wrong unless `value` is finite and at least `low`."""
+    return _unless(isfinite(value) and value >= low, name, value, f"finite and at least {low:g}", example)
+
+
+def between(name: str, value: float, low: float, high: float, example: float) -> str | None:
+    """Returns what is wrong unless low <= value < high."""
+    return _unless(low <= value < high, name, value, f"in [{low:g}, {high:g})", example)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str | None:
+    """Returns what is wrong unless `value` is one of `choices`."""
+    return _unless(value in choices, name, repr(value), f"one of {', '.join(map(repr, choices))}", repr(choices[0]))
+
+
+def logits_problems(temperature: float, soft_cap: float | None) -> list[str | None]:
+    """Returns what is wrong with the two options about logits that every objective has."""
+    return [
+        above("temperature", temperature, 0.0, 1.0),
+        None if soft_cap is None else _unless(0 < soft_cap < inf, "soft_cap", soft_cap, "finite and above 0", "None"),
+    ]
+
+
+def _unless(holds: bool, name: str, value: object, needed: str, example: object) -> str | None:
+    return None if holds else f"{name} is {value}; it must be {needed}, for example {example}"

@@ -1,0 +1,230 @@
+"""The command line: what it writes, what it refuses, and what a killed run leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rpfunc.cli import main
+
+TINY = """
+steps = 6
+evaluate_every = 3
+checkpoint_every = 1
+sample_bytes = 12
+[model]
+width = 8
+layers = 1
+heads = 2
+kv_heads = 1
+head_size = 4
+mlp_width = 8
+dropout = 0.1
+[data]
+text = "text.txt"
+examples = 3
+rows = 8
+[execution]
+workers = 2
+microbatches = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("In the beginning God created the heaven and the earth. " * 10)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return tmp_path
+
+
+def command(folder, *arguments):
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    program = "import sys; from rpfunc.cli import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def rpfunc(folder, monkeypatch, capsys):
+    """Runs a command line in this process, in the folder; gives exit code, output and errors."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def metrics(run):
+    dropped = ("tokens_per_s", "bubble")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in dropped} for record in records]
+
+
+def saved(run):
+    tensors = load_file(run / "checkpoint.safetensors")
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def steps_done(run):
+    with safe_open(run / "checkpoint.safetensors", framework="pt") as file:
+        return int(file.metadata()["step"])
+
+
+def test_a_run_writes_what_it_says_and_twice_the_same(folder, rpfunc):
+    code, output, errors = rpfunc("train", "tiny.toml")
+    assert (code, errors) == (0, "")
+    run = folder / "runs" / "tiny"
+    for name in ("metrics.jsonl", "checkpoint.safetensors", "timeline.json", "timeline.png", "loss.png"):
+        assert f"runs/tiny/{name}" in output
+        assert (run / name).stat().st_size > 0
+    assert "bits per byte before" in output
+    assert output.count("\nIn the b") == 1
+    assert len((run / "sample.txt").read_bytes()) == 8 + 12
+    trace = json.loads((run / "timeline.json").read_text())
+    assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
+
+    code, output, _ = rpfunc("train", "tiny.toml", "--execution.workers", "3")
+    assert code == 0
+    again = folder / "runs" / "tiny-2"  # the first run is not touched
+    assert metrics(again) == metrics(run)
+    assert saved(again) == saved(run)
+
+
+def test_interrupted_and_killed_runs_continue_bit_for_bit(folder, rpfunc):
+    assert rpfunc("train", "tiny.toml", "--out", "straight", "--steps", "60")[0] == 0
+    process = command(folder, "train", "tiny.toml", "--out", "broken", "--steps", "60")
+    wait_for_step(folder / "broken", 3, process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
+    assert "rpfunc train --resume broken" in output
+    assert 3 <= steps_done(folder / "broken") < 60
+
+    process = command(folder, "train", "--resume", "broken")
+    wait_for_step(folder / "broken", steps_done(folder / "broken") + 3, process)
+    process.kill()
+    process.communicate(timeout=30)
+    assert steps_done(folder / "broken") < 60
+
+    assert rpfunc("train", "--resume", "broken")[0] == 0
+    assert metrics(folder / "broken") == metrics(folder / "straight")
+    assert saved(folder / "broken") == saved(folder / "straight")
+    code, output, _ = rpfunc("train", "--resume", "broken")
+    assert (code, "after step 60 of 60" in output) == (0, True)
+    assert saved(folder / "broken") == saved(folder / "straight")
+
+
+def wait_for_step(run: Path, step, process):
+    limit = time.monotonic() + 40
+    while not (run / "checkpoint.safetensors").exists() or steps_done(run) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_sample_goes_on_from_a_prompt_and_repeats_itself(rpfunc):
+    assert rpfunc("train", "tiny.toml", "--out", "run", "--steps", "1")[0] == 0
+    arguments = ("sample", "run", "--prompt", "In the", "--length", "20", "--temperature", "0")
+    first, second = rpfunc(*arguments), rpfunc(*arguments)
+    assert first == second
+    assert first[0] == 0
+    assert first[1].startswith("In the")
+
+
+def test_help_names_the_commands_and_options(rpfunc):
+    code, output, _ = rpfunc("--help")
+    assert code == 0
+    assert "train" in output
+    assert "sample" in output
+    code, output, _ = rpfunc("train", "--help")
+    assert code == 0
+    for option in ("--model.width", "--optimizer.learning-rate", "--execution.chunk", "--resume", "--out"):
+        assert option in output
+
+
+BAD = {
+    "no such config": (["train", "none.toml"], "config: cannot read none.toml: No such file"),
+    "unknown flag": (["train", "tiny.toml", "--model.widht", "9"], "widht"),
+    "unknown key": (["train", "unknown.toml"], "'colour' is no option"),
+    "no TOML": (["train", "broken.toml"], "broken.toml is no TOML file"),
+    "command name as key": (["train", "command.toml"], "'sample' is no option"),
+    "unknown nested key": (["train", "nested.toml"], "widht"),
+    "wrong type": (["train", "tiny.toml", "--steps", "many"], "many"),
+    "several wrong values": (
+        ["train", "tiny.toml", "--steps", "0", "--data.rows", "1", "--execution.chunk", "0"],
+        "options: 3 problems",
+    ),
+    "a model that cannot be": (
+        ["train", "tiny.toml", "--model.heads", "3", "--model.kv-heads", "2"],
+        "multiple of kv_heads 2",
+    ),
+    "a plan of another model": (["train", "tiny.toml", "--execution.plan", "F0:1 X1:9 B0:1"], "the model has 3 layers"),
+    "no text": (["train", "tiny.toml", "--data.text", "none.txt"], "none.txt: No such file"),
+    "an empty text": (["train", "tiny.toml", "--data.text", "empty.txt"], "has 0 bytes"),
+    "a short text": (["train", "tiny.toml", "--data.rows", "5000"], "one row of data.rows needs 5000"),
+    "a folder that exists": (["train", "tiny.toml", "--out", "taken"], "cannot make taken: File exists"),
+    "resume without a run": (["train", "--resume", "none"], "cannot read options.json"),
+    "resume with options": (["train", "tiny.toml", "--resume", "taken"], "continues with its own options"),
+    "sample without a run": (["sample", "none"], "run none: there is no such folder"),
+    "no command": (["trian"], "trian"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_message_and_exit_code_2(folder, rpfunc, case):
+    arguments, message = BAD[case]
+    (folder / "taken").mkdir()
+    (folder / "taken" / "precious").write_text("mine")
+    (folder / "empty.txt").write_text("")
+    (folder / "unknown.toml").write_text('colour = "red"\n')
+    (folder / "command.toml").write_text("sample = 3\n")
+    (folder / "nested.toml").write_text("[model]\nwidht = 8\n")
+    (folder / "broken.toml").write_text("steps = = 3\n")
+    before = sorted(str(path) for path in folder.rglob("*"))
+    code, output, errors = rpfunc(*arguments)
+    assert code == 2, (output, errors)
+    assert message in errors
+    assert "Traceback" not in errors
+    assert errors.startswith("rpfunc: ")
+    assert sorted(str(path) for path in folder.rglob("*")) == before
+    assert (folder / "taken" / "precious").read_text() == "mine"
+
+
+def test_a_spoilt_run_folder_is_refused_and_left_alone(folder, rpfunc):
+    assert rpfunc("train", "tiny.toml", "--out", "run", "--steps", "2")[0] == 0
+    checkpoint, options, text = (
+        folder / "run" / "checkpoint.safetensors",
+        folder / "run" / "options.json",
+        folder / "text.txt",
+    )
+    kept = {path: path.read_bytes() for path in (checkpoint, options, text)}
+
+    def refused(path, content, message):
+        path.write_bytes(content)
+        everything = {file: file.read_bytes() for file in (folder / "run").iterdir()}
+        code, _, errors = rpfunc("train", "--resume", "run")
+        assert (code, message in errors, "Traceback" in errors) == (2, True, False), errors
+        assert {file: file.read_bytes() for file in (folder / "run").iterdir()} == everything
+        path.write_bytes(kept[path])
+
+    refused(checkpoint, kept[checkpoint][:-100], "is cut short")
+    refused(options, kept[options].replace(b'"width": 8', b'"width": 10'), "is of another model or optimizer")
+    refused(options, b"{", "is not a run's options")
+    refused(text, kept[text].replace(b"God", b"Gad"), "is not the text that the run learnt")
+    assert rpfunc("train", "--resume", "run")[0] == 0

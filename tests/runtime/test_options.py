@@ -1,0 +1,120 @@
+"""What cannot work is refused before any work, with text that says what would."""
+
+import threading
+
+import pytest
+import torch
+
+from rpfunc import Batch, Cpu, Layer, Model, Plan, Runtime, value_and_grad
+from rpfunc.errors import BatchError, OptionsError, PlanError
+from rpfunc.objectives import sft
+from rpfunc.stream import opaque, rowwise
+from rpfunc.testing import assert_computes, exact
+
+PARAMS, BATCH, MODEL = exact.init(), exact.batch(2, 3), exact.model()
+
+
+def run(**options):
+    return value_and_grad(MODEL, exact.linear(), **options)(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 0}, "options: microbatches is 0, it must be at least 1"),
+        ({"chunk": 0}, "options: chunk is 0, it must be at least 1 row (or None for whole rows)"),
+        (
+            {"microbatches": -1, "chunk": -2},
+            "options: 2 problems\n"
+            "  - microbatches is -1, it must be at least 1\n"
+            "  - chunk is -2, it must be at least 1 row (or None for whole rows)",
+        ),
+    ],
+)
+def test_bad_options_are_refused_when_the_function_is_made(options, message):
+    with pytest.raises(OptionsError) as caught:
+        value_and_grad(MODEL, exact.linear(), **options)
+    assert str(caught.value) == message
+
+
+def test_no_workers_at_all_are_refused():
+    with pytest.raises(OptionsError) as caught:
+        run(workers=0)
+    assert str(caught.value) == "workers: found 0, it must be at least 1 (or None for the caller's thread)"
+
+
+def test_a_worker_without_threads_is_refused():
+    with pytest.raises(OptionsError) as caught:
+        Cpu(threads=0)
+    assert str(caught.value) == "worker: threads is 0, it must be at least 1"
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_plan_for_another_model_is_refused_and_no_thread_remains(workers):
+    with pytest.raises(PlanError) as caught:
+        run(plan=Plan.parse("F0:2 X2:3 B0:2"), workers=workers)
+    assert str(caught.value) == (
+        "plan 'F0:2 X2:3 B0:2': 2 problems\n"
+        "  - forward ends at layer 3, the model has 4 layers\n"
+        "  - backward ends at layer 3, the model has 4 layers"
+    )
+    assert threading.active_count() == 1
+
+
+def test_an_infinite_total_is_refused():
+    with pytest.raises(BatchError) as caught:
+        value_and_grad(MODEL, exact.linear())(PARAMS, BATCH, total=torch.tensor(float("inf")))
+    assert str(caught.value) == "batch: the exact_linear objective's total is inf, it must be finite"
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(BatchError, match="cannot cut 0 groups into 2 microbatches"):
+        value_and_grad(MODEL, exact.linear(), microbatches=2)(PARAMS, exact.batch(0, 3), total=torch.ones(()))
+
+
+def test_a_refused_call_leaves_the_runtime_usable():
+    with Runtime([Cpu(), Cpu()]) as runtime:
+        with pytest.raises(PlanError):
+            run(plan=Plan.single(9), workers=runtime)
+        function = value_and_grad(MODEL, exact.linear(), workers=runtime)
+        assert_computes(function, MODEL, exact.linear(), PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_layers_may_read_what_the_objective_prepared(workers):
+    """Also while a plan is being chosen."""
+
+    def weigh(weight, x, batch):
+        return weight.expand(*batch.row["targets"].shape, 3) * (batch.row["targets"] != -100).unsqueeze(-1)
+
+    model = Model((Layer("weigh", rowwise(weigh), "weight"), Layer("head", rowwise(lambda params, x, batch: x))))
+    params = {"weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+    batch = Batch(row={"labels": torch.tensor([[0, 1, 2], [2, -100, 0]])})
+    assert_computes(value_and_grad(model, sft(), workers=workers), model, sft(), params, batch, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_model_without_parameters_has_a_loss_and_no_gradients(chunk):
+    model = Model((Layer("given", rowwise(lambda params, x, batch: batch.row["logits"])),))
+    batch = Batch(row={"logits": torch.zeros(1, 3, 2), "labels": torch.zeros(1, 3, dtype=torch.long)})
+    result, grads = value_and_grad(model, sft(), chunk=chunk)({}, batch)
+    assert result.loss.item() == pytest.approx(torch.tensor(2.0).log().item())
+    assert grads == {}
+
+
+@pytest.mark.parametrize("plan", [None, Plan.parse("F0:1 X1:3 B0:1")])
+def test_opaque_layers_need_no_row_dimension(plan):
+    layers = (
+        Layer("pool", opaque(lambda w, x, batch: (batch.row["x"] * w).sum(1)), "w"),
+        Layer("square", opaque(lambda w, x, batch: x.square()), ()),
+        Layer("head", opaque(lambda w, x, batch: x.unsqueeze(1).expand(-1, 3, -1) * batch.row["x"]), ()),
+    )
+    from dataclasses import replace
+
+    objective = replace(
+        exact.linear(), score=lambda output, batch: output.sum(-1), loss=lambda sums, batch, total: sums.sum() / total
+    )
+    batch = Batch(row={"x": torch.arange(12, dtype=torch.float64).reshape(2, 3, 2)})
+    for chunk in (None, 1, 2):
+        function = value_and_grad(Model(layers), objective, plan=plan, chunk=chunk, workers=2, microbatches=2)
+        assert_computes(function, Model(layers), objective, {"w": torch.ones(2, dtype=torch.float64)}, batch)
