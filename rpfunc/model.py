@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class Form(Protocol):
         self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
     ) -> tuple[Flat, Flat]:
         """Returns (dx, grads + dparams), `chunk` rows at a time; `cotangent` and `grads` are donated."""
+
+    def precompose(self, function: Callable[[Any], Any]) -> Form:
+        """Returns the form that applies `function` to its parameters first."""
 
 
 @dataclass(frozen=True)

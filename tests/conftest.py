@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `oracle.dense`, `typecheck`
 
-# Before rpfunc is imported. Only where shapes are annotated: checking every call would make the suite four times slower.
+# Before rpfunc is imported, and only where shapes are annotated: checking every call would take four times as long.
 install_import_hook(["rpfunc.models", "rpfunc.objectives", "rpfunc.stream.attention"], "typecheck.check")
 
 settings.register_profile("dev", max_examples=10, deadline=None)

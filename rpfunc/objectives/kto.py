@@ -73,7 +73,8 @@ def kto(
 
 def _scored(batch: Batch) -> Bool[Tensor, " batch"]:
     """Returns which examples enter the mean."""
-    return (num_targets(batch) > 0) & ~batch.example["kl"]
+    kl: Tensor = batch.example["kl"]
+    return (num_targets(batch) > 0) & ~kl
 
 
 def _kl_parts(sums: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, "2"]:

@@ -61,11 +61,11 @@ def ppo(
         return losses.where(valid, 0.0)
 
     def value_loss(values: Float[Tensor, "batch rows"], batch: Batch) -> Float[Tensor, "batch rows"]:
-        returns = batch.row["target_returns"]
+        returns: Tensor = batch.row["target_returns"]
         error = (values - returns).square()
         if value_clip is None:
             return error
-        old = batch.row["target_old_values"]
+        old: Tensor = batch.row["target_old_values"]
         return error.maximum((old + (values - old).clamp(-value_clip, value_clip) - returns).square())
 
     tokens = {"old_logprobs": OLD, "advantages": "", "returns": ""} | ({} if value_clip is None else {"old_values": ""})

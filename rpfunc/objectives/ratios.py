@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Above this, exp goes on as its tangent (4.9e8 · (1 + x - 20)): no valid log-ratio overflows, in any dtype that
-log-probabilities are computed in, and the gradient keeps its sign. 16-bit types play no part here.
+"""Above this, exp goes on as its tangent, 4.9e8 · (1 + x - 20): no valid log-ratio overflows float32, and the gradient
+keeps its sign. (Only the gradient of float16 logits may overflow, as it may anyway, and be skipped.)
 """
 
 

@@ -55,7 +55,8 @@ def prepare(
         raise BatchError.listing(objective, problems)
     targets = _next_row(batch.row["labels"].long(), IGNORED)
     if pairs:
-        complete = (targets != IGNORED).any(dim=1).unflatten(0, (-1, 2)).all(dim=1).repeat_interleave(2)
+        scored = (targets != IGNORED).any(dim=1)
+        complete = (scored[0::2] & scored[1::2]).repeat_interleave(2)
         targets = targets.masked_fill(~complete.unsqueeze(1), IGNORED)
     valid = targets != IGNORED
     scored = valid.any(dim=1)

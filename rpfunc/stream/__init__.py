@@ -2,7 +2,22 @@
 
 from rpfunc.stream.attending import Attending, attending
 from rpfunc.stream.attention import attend
+from rpfunc.stream.bidirectional import Bidirectional
+from rpfunc.stream.form import Stepping
 from rpfunc.stream.opaque import Opaque, opaque
+from rpfunc.stream.recurrent import Recurrent, recurrent
 from rpfunc.stream.rowwise import RowWise, rowwise
 
-__all__ = ["Attending", "Opaque", "RowWise", "attend", "attending", "opaque", "rowwise"]
+__all__ = [
+    "Attending",
+    "Bidirectional",
+    "Opaque",
+    "Recurrent",
+    "RowWise",
+    "Stepping",
+    "attend",
+    "attending",
+    "opaque",
+    "recurrent",
+    "rowwise",
+]

@@ -38,17 +38,22 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
     flats, rebuilds = zip(*(floating(argument) for argument in arguments), strict=True)
     sizes = [len(flat) for flat in flats]
 
-    def call(*leaves: Tensor) -> tuple[Flat, Any]:
+    structures = []
+
+    def call(*leaves: Tensor) -> tuple[Flat, Flat]:
         parts = _cut(leaves, sizes)
         output = function(*(rebuild(part) for rebuild, part in zip(rebuilds, parts, strict=True)))
-        return floating(output)[0], output
+        # torch.func has pytrees of its own, in which None is a leaf: it gets flat tuples only
+        every_leaf, structure = tree.flatten(output)
+        structures.append(structure)
+        return floating(output)[0], tuple(every_leaf)
 
     primals = tuple(leaf for flat in flats for leaf in flat)
     if not primals:  # torch.func.vjp needs something to differentiate
         return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
     result: Any = torch.func.vjp(call, *primals, has_aux=True)
     _, pull, output = result
-    return output, lambda cotangent: tuple(_cut(pull(cotangent), sizes))
+    return tree.unflatten(structures[0], output), lambda cotangent: tuple(_cut(pull(cotangent), sizes))
 
 
 def accumulate(total: Flat | None, contribution: Flat, foreign: Flat = ()) -> Flat:

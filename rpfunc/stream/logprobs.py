@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rpfunc.batch import Batch
 from rpfunc.model import Layer, Model, Params
-from rpfunc.objectives.checks import check_options, logits_problems
+from rpfunc.objectives.checks import at_least, check_options, logits_problems
 from rpfunc.objectives.logprob import score_logprob
 from rpfunc.objectives.targets import prepare
 from rpfunc.stream.opaque import opaque
@@ -38,7 +38,8 @@ def logprobs(
     temperature, soft_cap: logits become soft_cap · tanh(logits / soft_cap) / temperature first.
     Raises ModelError, BatchError or OptionsError.
     """
-    check_options("logprobs", logits_problems(temperature, soft_cap))
+    cuts = [None if chunk is None else at_least("chunk", chunk, 1, 512), at_least("microbatches", microbatches, 1, 1)]
+    check_options("logprobs", cuts + logits_problems(temperature, soft_cap))
     model.check(params)
     *body, head = model.layers
     score = score_logprob(temperature, soft_cap)

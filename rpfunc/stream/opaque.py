@@ -39,3 +39,7 @@ class Opaque:
         _, pull = vjp(lambda params, x: self.function(params, x, batch), params, x)
         dparams, dx = pull(cotangent)
         return dx, accumulate(grads, dparams, foreign=cotangent + dx)
+
+    def precompose(self, function: Callable[[Any], Any]) -> Opaque:
+        """Returns the form that applies `function` to its parameters first."""
+        return Opaque(lambda params, x, batch: self.function(function(params), x, batch))

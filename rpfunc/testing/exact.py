@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.model import Layer, Model
+from rpfunc.model import Form, Layer, Model
 from rpfunc.objectives.objective import Objective
 from rpfunc.reference import value_and_grad
 from rpfunc.stream import attending, opaque, rowwise
@@ -80,9 +80,7 @@ def largest(model: Model, objective: Objective, params: Any, batch: Batch) -> fl
     cancelled, and each is a factor in some term of a gradient, so the largest gradient or loss bounds them all.
     """
     ones = tree.map(torch.ones_like, dict(params))
-    positive = Batch(
-        row=batch.row, example=tree.map(torch.ones_like, batch.example), group_size=batch.group_size
-    )
+    positive = Batch(row=batch.row, example=tree.map(torch.ones_like, batch.example), group_size=batch.group_size)
     upper = Objective("upper", objective.prepare, objective.total, objective.score, _sums_squared)
     loss, grads = value_and_grad(model, objective if objective.linear else upper)(ones, positive)
     most = max(float(loss), *(float(leaf.max()) for leaf in tree.leaves(grads)))
@@ -139,7 +137,7 @@ def _bidirectional(params: dict[str, Tensor], x: Tensor, kv: tuple[Tensor, Tenso
     return x + ((x @ params["query"].mT) @ key.mT) @ value
 
 
-_FORMS = {
+_FORMS: dict[str, Form] = {
     "linear": rowwise(_affine),
     "relu": rowwise(_relu),
     "square": rowwise(_square),
@@ -154,20 +152,23 @@ def _power_of_two(batch: Batch) -> Tensor:
 
 
 def _score(logits: Tensor, batch: Batch) -> Tensor:
-    return logits.gather(-1, batch.row["labels"].unsqueeze(-1)).squeeze(-1)
+    labels: Tensor = batch.row["labels"]
+    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def _weighted(sums: Tensor, batch: Batch, total: Tensor) -> Tensor:
-    return (sums * batch.example["weight"]).sum() / total
+    weight: Tensor = batch.example["weight"]
+    return (sums * weight).sum() / total
 
 
 def _squares(sums: Tensor, batch: Batch, total: Tensor) -> Tensor:
-    return (sums.square() * batch.example["weight"]).sum() / total
+    weight: Tensor = batch.example["weight"]
+    return (sums.square() * weight).sum() / total
 
 
 def _pairs(sums: Tensor, batch: Batch, total: Tensor) -> Tensor:
-    first, second = sums.unflatten(0, (-1, 2)).unbind(1)
-    return ((first - second).square() * batch.example["weight"][::2]).sum() / total
+    weight: Tensor = batch.example["weight"]
+    return ((sums[::2] - sums[1::2]).square() * weight[::2]).sum() / total
 
 
 def _sums_squared(sums: Tensor, batch: Batch, total: Tensor) -> Tensor:

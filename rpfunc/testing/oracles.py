@@ -129,13 +129,12 @@ def assert_computes(
 def _autograd(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> tuple[Any, list[Tensor], list[Tensor], Any]:
     """Returns form.full's output, the gradients of x and params by torch.autograd, and the cotangent drawn."""
     detached = [
-        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), each) for each in (x, params)
+        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), each)
+        for each in (x, params)
     ]
     output = form.full(detached[1], detached[0], batch)
     generator = torch.Generator().manual_seed(seed)
-    cotangent = [
-        torch.randint(-2, 3, leaf.shape, generator=generator).to(leaf.dtype) for leaf in _floats(output)
-    ]
+    cotangent = [torch.randint(-2, 3, leaf.shape, generator=generator).to(leaf.dtype) for leaf in _floats(output)]
     reached = [(leaf, dy) for leaf, dy in zip(_floats(output), cotangent, strict=True) if leaf.requires_grad]
     inputs, weights = (_floats(each) for each in detached)
     if not reached or not inputs + weights:

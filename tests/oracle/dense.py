@@ -95,7 +95,7 @@ def next_token_loss(logits_of_examples, labels):
 
 
 def polynomial_attention_loss(params, x, labels):
-    """x (B, T, W) through x + ((x Wq)(x Wk)^T, masked) (x Wv), then logits x W^T: mean over all rows of logit[label]."""
+    """x (B, T, W) through x + ((x Wq)(x Wk)^T, masked) (x Wv), then logits x W^T: the mean of logit[label]."""
     total = 0.0
     for example, row in zip(x, labels.tolist(), strict=True):
         query, key, value = (linear(example, params["attention"][name]) for name in ("query", "key", "value"))

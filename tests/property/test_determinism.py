@@ -1,12 +1,12 @@
-"""With the same microbatches and chunks every plan, worker count, recompute setting and repetition gives the same bits."""
+"""With the same microbatches and chunks, every plan, worker count, recompute setting and repetition: the same bits."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rpfunc.models import decoder, mlp
 
 from rpfunc import Batch, Cpu, Runtime, random, value_and_grad
-from rpfunc.models import decoder, mlp
 from rpfunc.objectives import sft
 from rpfunc.testing import assert_equal_bits, strategies
 
@@ -33,7 +33,7 @@ def test_decoders_have_the_same_bits_however_they_run(chunk):
         assert_equal_bits(found, wanted)
 
 
-@settings(max_examples=40)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_perceptrons_have_the_same_bits_however_they_run(data):
     config = mlp.MlpConfig(widths=(3, 5, 4, 3), activation="tanh")

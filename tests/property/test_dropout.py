@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rpfunc.models import decoder
 
 from rpfunc import Batch, Layer, Model, Plan, random, value_and_grad
-from rpfunc.models import decoder
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import opaque, rowwise
 from rpfunc.testing import assert_computes, assert_equal_bits, strategies
@@ -95,9 +95,7 @@ def test_the_seed_alone_decides_the_bits_whatever_the_workers():
     batch = Batch(row={"x": torch.ones(4, 1, SIZE)}, constant={"key": random.key(5)})
     results = []
     for workers in (None, 1, 2, 3, 4):
-        function = value_and_grad(
-            model_with_dropout_at(1), plain_sum(), plan=PLANS[1], workers=workers, microbatches=4
-        )
+        function = value_and_grad(model_with_dropout_at(1), plain_sum(), plan=PLANS[1], workers=workers, microbatches=4)
         result, grads = function({"w": torch.ones(SIZE)}, batch)
         results.append({"loss": result.loss, **grads})
     for found in results[1:]:

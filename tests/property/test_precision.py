@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from rpfunc.models import decoder
 
 from rpfunc import Batch, Layer, Model, Plan, random, reference, tree, value_and_grad
-from rpfunc.models import decoder
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import attending, rowwise
 from rpfunc.testing import assert_computes, gradient_error
@@ -83,7 +83,9 @@ def test_bfloat16_keys_and_values_keep_small_contributions_of_many_chunks(causal
         return x + kv[:, :1]
 
     attends = Layer("attend", attending(lambda params, x, batch: x * params, rows, causal=causal), "scale")
-    model = Model((Layer("source", rowwise(lambda w, x, batch: batch.row["x"] * w), "w"), attends, Layer("sum", rowwise(given))))
+    model = Model(
+        (Layer("source", rowwise(lambda w, x, batch: batch.row["x"] * w), "w"), attends, Layer("sum", rowwise(given)))
+    )
     params = {name: torch.ones(1, dtype=torch.bfloat16) for name in ("w", "scale")}
     batch = Batch(row={"x": torch.ones(1, num_rows, 1, dtype=torch.bfloat16)})
     _, exact = reference.value_and_grad(model, SUM)(tree.map(torch.Tensor.double, params), wide(batch))

@@ -71,4 +71,6 @@ def test_a_layer_may_read_one_subtree_twice(chunk):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_none_and_empty_containers_ride_along(chunk):
     embed_with_nothing = rowwise(lambda table, x, batch: {"x": table[batch.row["tokens"]], "cache": None, "more": ()})
-    compute([Layer("embed", embed_with_nothing, "table"), Layer("pick", rowwise(lambda params, x, batch: x["x"]))], chunk)
+    compute(
+        [Layer("embed", embed_with_nothing, "table"), Layer("pick", rowwise(lambda params, x, batch: x["x"]))], chunk
+    )

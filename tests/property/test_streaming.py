@@ -52,7 +52,7 @@ FORMS = {
 }
 
 
-@settings(max_examples=120)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(st.data())
 def test_any_form_over_pytrees_streams_exactly(data):
     form = FORMS[data.draw(st.sampled_from(sorted(FORMS)), "form")]

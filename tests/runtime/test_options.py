@@ -1,6 +1,7 @@
 """What cannot work is refused before any work, with text that says what would."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,8 +110,6 @@ def test_opaque_layers_need_no_row_dimension(plan):
         Layer("square", opaque(lambda w, x, batch: x.square()), ()),
         Layer("head", opaque(lambda w, x, batch: x.unsqueeze(1).expand(-1, 3, -1) * batch.row["x"]), ()),
     )
-    from dataclasses import replace
-
     objective = replace(
         exact.linear(), score=lambda output, batch: output.sum(-1), loss=lambda sums, batch, total: sums.sum() / total
     )
@@ -118,3 +117,18 @@ def test_opaque_layers_need_no_row_dimension(plan):
     for chunk in (None, 1, 2):
         function = value_and_grad(Model(layers), objective, plan=plan, chunk=chunk, workers=2, microbatches=2)
         assert_computes(function, Model(layers), objective, {"w": torch.ones(2, dtype=torch.float64)}, batch)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_layers_whose_shapes_depend_on_data_need_no_plan_given(workers):
+    """Costs are counted without data, which such a layer cannot do."""
+
+    def positive_sum(w, x, batch):
+        scaled = batch.row["x"] * w
+        return scaled + scaled[batch.row["x"] > 0].sum() * batch.example["first"].reshape(-1, 1)
+
+    model = Model((Layer("pick", opaque(positive_sum), "w"), Layer("head", rowwise(lambda params, x, batch: x))))
+    objective = replace(exact.linear(), score=lambda output, batch: output, loss=lambda sums, batch, total: sums.sum())
+    batch = Batch(row={"x": torch.tensor([[1.0, -1.0, 2.0]])}, example={"first": torch.ones(1)})
+    function = value_and_grad(model, objective, workers=workers)
+    assert_computes(function, model, objective, {"w": torch.tensor(2.0)}, batch)

@@ -45,13 +45,18 @@ def test_intra_op_threads_stay_as_they_were_here_and_in_fresh_threads(num_thread
 
 
 def test_intra_op_threads_stay_as_they_were_after_many_callers_at_once():
+    def call():
+        with Runtime([Cpu(), Cpu()]):
+            pass
+
     torch.set_num_threads(2)
     try:
-        callers = [threading.Thread(target=lambda: [run(2) for _ in range(8)]) for _ in range(4)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join(30)
+        for _ in range(10):
+            callers = [threading.Thread(target=call) for _ in range(8)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join(30)
         assert (torch.get_num_threads(), in_fresh_thread(torch.get_num_threads)) == (2, 2)
     finally:
         torch.set_num_threads(1)

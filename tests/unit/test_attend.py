@@ -1,5 +1,6 @@
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from rpfunc import random
 from rpfunc.stream import attend
@@ -51,3 +52,9 @@ def test_chunks_of_queries_give_the_outputs_and_gradients_of_all_at_once(chunk):
         return [output.detach(), *torch.autograd.grad(output, leaves, dy)]
 
     assert_close(gradients(chunk), gradients(8), 1e-12)
+
+
+def test_shapes_that_do_not_fit_are_refused_while_tests_run():
+    query, key, value = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.zeros(1, 3, 1, 4)
+    with pytest.raises(TypeCheckError):
+        attend(query, key, value)

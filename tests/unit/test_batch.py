@@ -39,7 +39,9 @@ def test_pieces_of_pieces_know_their_absolute_place():
 
 def test_pieces_are_views():
     batch = full()
-    assert batch.rows(1, 3).row["tokens"].untyped_storage().data_ptr() == batch.row["tokens"].untyped_storage().data_ptr()
+    assert (
+        batch.rows(1, 3).row["tokens"].untyped_storage().data_ptr() == batch.row["tokens"].untyped_storage().data_ptr()
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,10 @@ def test_sizes_come_from_whatever_leaf_there_is():
             lambda: Batch(row={"a": torch.zeros(3)}, example={"b": torch.zeros(())}),
             "batch: 2 problems\n  - row.a needs dimensions (B, T, ...)\n  - example.b needs dimensions (B, ...)",
         ),
-        (lambda: Batch(row={"a": torch.zeros(3, 1)}, group_size=2), "batch: 3 examples are no multiple of group_size 2"),
+        (
+            lambda: Batch(row={"a": torch.zeros(3, 1)}, group_size=2),
+            "batch: 3 examples are no multiple of group_size 2",
+        ),
         (lambda: Batch(group_size=0), "batch: group_size is 0, it must be at least 1"),
         (lambda: full().examples(1, 4), "batch: examples 1 to 4 cut a group of 2 examples"),
         (lambda: full().microbatches(0), "batch: cannot cut 3 groups into 0 microbatches, both must be at least 1"),
@@ -98,8 +103,14 @@ def test_sizes_come_from_whatever_leaf_there_is():
             lambda: Batch(row={"a": torch.zeros(0, 2)}).microbatches(2),
             "batch: cannot cut 0 groups into 2 microbatches, both must be at least 1",
         ),
-        (lambda: Batch().num_examples, "batch: has no row, example or group leaf, so its number of examples is unknown"),
-        (lambda: Batch(example={"a": torch.zeros(2)}).num_rows, "batch: has no row leaf, so its number of rows is unknown"),
+        (
+            lambda: Batch().num_examples,
+            "batch: has no row, example or group leaf, so its number of examples is unknown",
+        ),
+        (
+            lambda: Batch(example={"a": torch.zeros(2)}).num_rows,
+            "batch: has no row leaf, so its number of rows is unknown",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

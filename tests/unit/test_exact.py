@@ -6,7 +6,13 @@ import torch
 from rpfunc import reference, tree
 from rpfunc.testing import exact
 
-BODIES = [("square", "causal"), ("causal", "relu", "square"), ("relu", "bidirectional"), ("square", "opaque", "linear"), ("square", "relu")]
+BODIES = [
+    ("square", "causal"),
+    ("causal", "relu", "square"),
+    ("relu", "bidirectional"),
+    ("square", "opaque", "linear"),
+    ("square", "relu"),
+]
 
 
 @pytest.mark.parametrize("objective", [exact.linear, exact.squared, exact.paired])
@@ -29,6 +35,9 @@ def test_losses_and_gradients_are_integers_over_a_power_of_two(seed):
 
 
 def test_gradients_are_not_all_zero():
-    grads = [reference.value_and_grad(exact.model(), exact.linear())(exact.init(seed=s), exact.batch(3, 5, seed=s))[1] for s in range(8)]
+    grads = [
+        reference.value_and_grad(exact.model(), exact.linear())(exact.init(seed=s), exact.batch(3, 5, seed=s))[1]
+        for s in range(8)
+    ]
     for path, leaves in zip(tree.paths(grads[0]), zip(*map(tree.leaves, grads), strict=True), strict=True):
         assert sum(bool(leaf.any()) for leaf in leaves) >= 4, path

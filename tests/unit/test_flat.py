@@ -2,7 +2,7 @@
 
 import torch
 
-from rpfunc.stream.flat import accumulate, floating, own, overwrite, spans, vjp, write
+from rpfunc.stream.flat import accumulate, floating, overwrite, own, spans, vjp, write
 
 
 def same_memory(one, other):
@@ -50,7 +50,9 @@ def test_floating_leaves_are_replaced_and_others_stay():
 
 
 def test_vjp_gives_one_flat_cotangent_for_each_argument():
-    output, pull = vjp(lambda a, b: a["x"] * b[0] + b[1], {"x": torch.tensor(2.0)}, (torch.tensor(3.0), torch.tensor(1.0)))
+    output, pull = vjp(
+        lambda a, b: a["x"] * b[0] + b[1], {"x": torch.tensor(2.0)}, (torch.tensor(3.0), torch.tensor(1.0))
+    )
     assert output == 7.0
     assert pull((torch.tensor(1.0),)) == ((3.0,), (2.0, 1.0))
 

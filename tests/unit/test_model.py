@@ -1,9 +1,9 @@
 import pytest
 import torch
-
-from rpfunc import Batch, Layer, Model, value_and_grad
-from rpfunc.errors import ModelError
 from rpfunc.models import decoder, mlp
+
+from rpfunc import Batch, Layer, Model, random, value_and_grad
+from rpfunc.errors import ModelError
 from rpfunc.stream import rowwise
 from rpfunc.testing import exact
 
@@ -41,14 +41,18 @@ def test_a_layer_without_a_gradient_counts_as_zero_and_zeros_are_wide():
     [
         (lambda: Model(()), "model: has no layer, needs at least one"),
         (
-            lambda: Model((Layer("a", IDENTITY, "w"), Layer("a", IDENTITY, 3), Layer("b", IDENTITY), Layer("b", IDENTITY))),
+            lambda: Model(
+                (Layer("a", IDENTITY, "w"), Layer("a", IDENTITY, 3), Layer("b", IDENTITY), Layer("b", IDENTITY))
+            ),
             "model: 3 problems\n"
             "  - layer 'a' appears 2 times\n"
             "  - layer 'b' appears 2 times\n"
             "  - layer 'a' reads 3, which is no subtree name (a string)",
         ),
         (
-            lambda: model("w", "missing").check({"w": {"i": torch.zeros(2, dtype=torch.int64), "n": 1.0}, "extra": torch.zeros(1)}),
+            lambda: model("w", "missing").check(
+                {"w": {"i": torch.zeros(2, dtype=torch.int64), "n": 1.0}, "extra": torch.zeros(1)}
+            ),
             "model: 4 problems\n"
             "  - params lacks subtree 'missing'\n"
             "  - no layer reads subtree 'extra' of params\n"
@@ -91,8 +95,6 @@ def test_a_whole_model_is_the_composition_of_its_layers():
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_decoder_parameters_are_what_the_model_reads(tied):
     config = decoder.DecoderConfig(layers=2, width=8, mlp_width=8, tied=tied, bias=True, qk_norm=True)
-    from rpfunc import random
-
     params = decoder.init(config, random.key(0), torch.float64)
     decoder.model(config).check(params)
     assert ("head" in params) != tied

@@ -126,6 +126,4 @@ def test_cuts_that_end_at_two_layers_are_refused():
 def test_a_stage_that_does_not_exist_is_refused(kind, stage):
     with pytest.raises(PlanError) as caught:
         Plan.parse("F0:2 X2:3 B0:2").span(kind, stage)
-    assert str(caught.value) == (
-        f"plan 'F0:2 X2:3 B0:2': has no stage {stage}{kind}, there are ['0F', '1X', '0B']"
-    )
+    assert str(caught.value) == (f"plan 'F0:2 X2:3 B0:2': has no stage {stage}{kind}, there are ['0F', '1X', '0B']")

@@ -1,5 +1,6 @@
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -47,14 +48,16 @@ def test_the_chrome_trace_loads_and_holds_every_task():
 
 
 def test_a_run_reports_every_task_once_on_one_clock():
-    result, _ = value_and_grad(exact.model(), exact.linear(), workers=2, microbatches=3)(exact.init(), exact.batch(3, 2))
+    result, _ = value_and_grad(exact.model(), exact.linear(), workers=2, microbatches=3)(
+        exact.init(), exact.batch(3, 2)
+    )
     events = result.timeline.events
     assert len({event.task for event in events}) == len(events)
     assert all(event.start_s <= event.end_s for event in events)
     assert 0.0 <= result.timeline.bubble < 1.0
     for worker in range(2):
         own = [event for event in events if event.worker == worker]
-        assert all(before.end_s <= after.start_s for before, after in zip(own, own[1:], strict=False))
+        assert all(before.end_s <= after.start_s for before, after in pairwise(own))
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

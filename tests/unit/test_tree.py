@@ -10,9 +10,11 @@ from rpfunc.errors import TreeError
 
 TREES = st.recursive(
     st.integers() | st.none(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text("abc", max_size=2), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text("abc", max_size=2), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -1,0 +1,98 @@
+"""Forms: how a layer's output rows depend on its input rows, and so how it can be taken apart."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+
+from rpfunc.batch import Batch
+from rpfunc.model import Flat
+from rpfunc.stream.flat import accumulate, floating, overwrite, rows, spans, vjp, write
+from rpfunc.stream.memory import Memory
+
+Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
+"""(cotangent, grads) -> (dx, grads + dparams); may be called once; `grads` is donated."""
+
+
+class Stepping(ABC):
+    """A form whose output rows depend on the same input rows and on what earlier rows left.
+
+    It works chunk by chunk: `step` is all that differs between row-wise, attending and recurrent layers. This class
+    runs one layer over all chunks; `rpfunc.stream.chunk_major` runs one chunk through many layers.
+    """
+
+    @abstractmethod
+    def full(self, params: Any, x: Any, batch: Batch) -> Any:
+        """Returns the layer's output for whole rows."""
+
+    @abstractmethod
+    def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
+        """Returns (output rows, what these rows leave for later ones) of a chunk; `past` is None for the first."""
+
+    @abstractmethod
+    def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
+        """Returns what `step` leaves, without the output rows where they are not needed for it."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Returns an empty memory of the kind that `step` needs."""
+
+    @abstractmethod
+    def precompose(self, function: Callable[[Any], Any]) -> Self:
+        """Returns the form that applies `function` to its parameters first."""
+
+    def forward(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
+        """Returns the output for whole rows, computed `chunk` rows at a time."""
+        memory, output, num_rows = self.memory(), None, batch.num_rows
+        for start, stop in spans(num_rows, chunk):
+            part, left = self.step(params, rows(x, start, stop), memory.past(start), batch.rows(start, stop))
+            memory.keep(left, start, stop, num_rows)
+            output = write(output, part, start, stop, num_rows)
+        return output
+
+    def backward(
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
+    ) -> tuple[Flat, Flat]:
+        """Returns (dx, grads + dparams), `chunk` rows at a time; `cotangent` and `grads` are donated.
+
+        First every chunk leaves what later ones read (keys and values: once for each row). Then chunks are
+        differentiated from last to first. What a row left is read by itself and later rows only, so its cotangent is
+        complete when its chunk's turn comes, and goes through that chunk's vector-Jacobian product together with the
+        output's. One chunk's residuals exist at a time. Cost: one `leave` and one vjp of `step` for each chunk.
+        Source: own, after StreamBP (arXiv 2506.03077).
+        """
+        pieces, num_rows = spans(batch.num_rows, chunk), batch.num_rows
+        memory = self.memory()
+        for start, stop in pieces[:-1]:
+            left = self.leave(params, rows(x, start, stop), memory.past(start), batch.rows(start, stop))
+            memory.keep(left, start, stop, num_rows)
+        dx: Flat | None = None
+        for start, stop in reversed(pieces):
+            _, pullback = self.linearize_step(params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop)
+            dx_rows, grads = pullback(rows(cotangent, start, stop), grads)
+            dx = overwrite(dx, cotangent, dx_rows, start, stop)
+        return dx or (), grads or ()
+
+    def linearize_step(
+        self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
+    ) -> tuple[Any, Pullback]:
+        """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first."""
+
+        def step(params: Any, x: Any, past: Any) -> tuple[Any, Any]:
+            return self.step(params, x, past, batch)
+
+        (output, left), pull = vjp(step, params, x, memory.past(start))
+        left_leaves = floating(left)[0]
+
+        def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+            dleft = memory.cotangent(start, stop)
+            if dleft is None:
+                dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)
+            dparams, dx, dpast = pull(cotangent + dleft)
+            memory.receive(dpast, start)
+            return dx, accumulate(grads, dparams, foreign=cotangent + dx)
+
+        return output, pullback

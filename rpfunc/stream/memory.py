@@ -1,0 +1,93 @@
+"""What earlier rows leave for later ones, and how cotangents come back to them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from rpfunc.model import Flat, accumulator_dtype
+from rpfunc.stream.flat import floating, rows, write
+
+
+class Memory(Protocol):
+    """What the chunks of one layer leave for each other: filled from first to last, differentiated backwards."""
+
+    def past(self, start: int) -> Any:
+        """Returns what the chunk at row `start` reads; None before the first."""
+
+    def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
+        """Keeps what the chunk of rows start to stop left."""
+
+    def cotangent(self, start: int, stop: int) -> Flat | None:
+        """Returns the cotangent of what that chunk left, once all later chunks have been received; None for zero."""
+
+    def receive(self, cotangent: Flat, start: int) -> None:
+        """Takes the cotangent of what the chunk at row `start` read; it is only read."""
+
+
+class StateMemory:
+    """A state handed from chunk to chunk: one value at each boundary, found by its row."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, Any] = {}
+        self._cotangents: dict[int, Flat] = {}
+
+    def past(self, start: int) -> Any:
+        """Returns the state at row `start`."""
+        return self._states.get(start)
+
+    def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
+        """Keeps the state at row `stop`."""
+        del start, num_rows
+        self._states[stop] = left
+
+    def cotangent(self, start: int, stop: int) -> Flat | None:
+        """Returns the cotangent of the state at row `stop`."""
+        del start
+        return self._cotangents.pop(stop, None)
+
+    def receive(self, cotangent: Flat, start: int) -> None:
+        """Takes the cotangent of the state at row `start`, which no one needs any more."""
+        self._cotangents[start] = tuple(leaf.clone() for leaf in cotangent)  # it may share memory with others
+        self._states.pop(start, None)
+
+
+class RowMemory:
+    """Something of every row, such as keys and values, in one buffer; a chunk reads `window` - 1 rows back, or all.
+
+    Cotangents are summed in float32 or wider.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._rows: Any = None
+        self._cotangents: Flat | None = None
+
+    def past(self, start: int) -> Any:
+        """Returns what the rows before `start` left, as far back as the chunk there may read (views)."""
+        return None if start == 0 else rows(self._rows, self._first(start), start)
+
+    def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
+        """Keeps what rows start to stop left."""
+        self._rows = write(self._rows, left, start, stop, num_rows)
+
+    def cotangent(self, start: int, stop: int) -> Flat | None:
+        """Returns the cotangent of what rows start to stop left, in its own dtype."""
+        if self._cotangents is None:
+            return None
+        kinds = floating(self._rows)[0]
+        return tuple(place[:, start:stop].to(leaf.dtype) for place, leaf in zip(self._cotangents, kinds, strict=True))
+
+    def receive(self, cotangent: Flat, start: int) -> None:
+        """Adds the cotangents of the rows before `start` that a chunk has read."""
+        if start == 0:
+            return
+        if self._cotangents is None:
+            leaves = floating(self._rows)[0]
+            self._cotangents = tuple(torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves)
+        for place, part in zip(self._cotangents, cotangent, strict=True):
+            place[:, self._first(start) : start].add_(part)
+
+    def _first(self, start: int) -> int:
+        return 0 if self._window is None else max(0, start - self._window + 1)

@@ -1,0 +1,178 @@
+"""Objectives that are wrong in ways seen in the wild: the check of promises must refuse each, and say why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import dense_objective as dense
+
+from rpfunc import Batch
+from rpfunc.objectives import IGNORED, Objective, dpo, grpo, sft, weighted_mean
+from rpfunc.objectives.targets import is_target, num_tokens
+from rpfunc.testing.objectives import assert_streams_objective
+
+VOCABULARY = 5
+
+
+def make_batch(num_groups, num_rows, seed, *, group_size=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = num_groups * group_size, num_rows
+    labels = torch.randint(VOCABULARY, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = IGNORED
+    labels[torch.rand(shape[0], generator=generator) < 0.15] = IGNORED
+    old = torch.randn(shape, generator=generator, dtype=torch.float64) - 1.6
+    numbers = torch.randn(2, shape[0], generator=generator, dtype=torch.float64)
+    example = {"advantages": numbers[0]} if group_size == 1 else {"reference_logprobs": numbers[1] - 4}
+    row = {"labels": labels} | ({"old_logprobs": old} if group_size == 1 else {})
+    return Batch(row=row, example=example, group_size=group_size)
+
+
+def labels_alone(num_groups, num_rows, seed):
+    batch = make_batch(num_groups, num_rows, seed)
+    return Batch(row={"labels": batch.row["labels"]})
+
+
+def shift_in_the_chunk():
+    def score(logits, batch):
+        targets = F.pad(batch.row["labels"][:, 1:], (0, 1), value=IGNORED)
+        return sft().score(logits, replace(batch, row={"targets": targets}))
+
+    return replace(sft(), score=score)
+
+
+def mean_of_chunk_means():
+    def score(logits, batch):
+        return sft().score(logits, batch) / is_target(batch).sum().clamp(min=1)
+
+    return replace(sft(), score=score, loss=lambda sums, batch, total: sums.sum())
+
+
+def own_denominator():
+    def loss(sums, batch, total):
+        return weighted_mean(sums, num_tokens(batch))
+
+    return replace(sft(), loss=loss)
+
+
+def centred_over_rows():
+    return replace(
+        sft(), score=lambda logits, batch: sft().score(logits - logits.mean(dim=1, keepdim=True).square(), batch)
+    )
+
+
+def falsely_linear():
+    return replace(grpo(ratio="sequence"), linear=True)
+
+
+def mask_after_exp():
+    """Leaves the old log-probabilities of masked places as they are, and masks what comes of them."""
+
+    def prepare(batch):
+        prepared = grpo().prepare(batch)
+        old = F.pad(batch.row["old_logprobs"][:, 1:], (0, 1))
+        return replace(prepared, row={**prepared.row, "target_old_logprobs": old})
+
+    def score(logits, batch):
+        targets = batch.row["targets"].clamp(min=0).unsqueeze(-1)
+        ratio = torch.exp(logits.log_softmax(dim=-1).gather(-1, targets).squeeze(-1) - batch.row["target_old_logprobs"])
+        return (-ratio * batch.example["advantages"].unsqueeze(1)).where(is_target(batch), 0.0)
+
+    return replace(grpo(), prepare=prepare, score=score)
+
+
+def garbage_in_logits():
+    def score(logits, batch):
+        targets = batch.row["targets"]  # ignores losses, but not what they come from
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(targets.shape)
+
+    return replace(sft(), score=score)
+
+
+def two_masks_in_one_mean():
+    def total(batch):
+        return torch.tensor(float(batch.num_examples * (batch.num_rows - 1)), dtype=torch.float64)
+
+    return replace(sft(), total=total)
+
+
+def counts_masked_sequences():
+    def total(batch):
+        return torch.tensor(float(batch.num_examples), dtype=torch.float64)
+
+    return replace(grpo(normalisation="sequence"), total=total)
+
+
+def reference_from_the_policy():
+    def loss(sums, batch, total):
+        return dpo().loss(sums, replace(batch, example={"reference_logprobs": sums.detach()}), total)
+
+    return replace(dpo(), loss=loss)
+
+
+WRONG = {
+    shift_in_the_chunk: (labels_alone, "the score of row 0 is another one when the row stands alone"),
+    mean_of_chunk_means: (labels_alone, "the score of row 0 is another one when the row stands alone"),
+    centred_over_rows: (labels_alone, "the score of row 0 is another one|what stands where there is no label"),
+    own_denominator: (labels_alone, "streamed loss and gradients are not those of one plain vjp"),
+    falsely_linear: (make_batch, "declared linear, but the derivative"),
+    mask_after_exp: (make_batch, "what stands where there is no label changes the loss or a gradient"),
+    garbage_in_logits: (labels_alone, "what stands where there is no label changes the loss or a gradient"),
+    two_masks_in_one_mean: (labels_alone, "examples without a label still count|a row of padding changes"),
+    counts_masked_sequences: (make_batch, "examples without a label still count"),
+    reference_from_the_policy: (
+        partial(make_batch, group_size=2),
+        "dpo: no effect on the loss in any draw, so not read: example leaf 'reference_logprobs'",
+    ),
+}
+
+
+@pytest.mark.parametrize("make_objective", WRONG)
+def test_wrong_objective_is_refused(make_objective):
+    batches, message = WRONG[make_objective]
+    with pytest.raises(AssertionError, match=message):
+        assert_streams_objective(make_objective(), batches, VOCABULARY, max_examples=12)
+
+
+@pytest.mark.parametrize(
+    ("objective", "formula"),
+    [
+        (dpo(beta=0.2), dense.dpo),
+        (dpo(variant="ipo"), dense.dpo),
+        (replace(dpo(), loss=lambda sums, batch, total: dpo().loss(2 * sums, batch, total)), dense.dpo),
+    ],
+    ids=["another-beta", "another-variant", "twice-the-sums"],
+)
+def test_another_formula_is_refused(objective, formula):
+    with pytest.raises(AssertionError, match="loss and gradients are not those of the dense formula"):
+        assert_streams_objective(objective, partial(make_batch, group_size=2), VOCABULARY, dense=formula)
+
+
+def test_a_users_own_objective_is_two_functions():
+    """Squared error of a model's output, per token: nothing of rpfunc's log-probabilities."""
+
+    def prepare(batch):
+        wanted = F.pad(batch.row["wanted"][:, 1:], (0, 1))
+        valid = F.pad(batch.row["labels"][:, 1:] != IGNORED, (0, 1))
+        return replace(batch, row={**batch.row, "target": wanted.masked_fill(~valid, 0.0), "valid": valid})
+
+    objective = Objective(
+        "squared",
+        prepare=prepare,
+        total=lambda batch: batch.row["valid"].sum().double(),
+        score=lambda output, batch: (output.masked_fill(~batch.row["valid"], 0.0) - batch.row["target"]).square(),
+        loss=lambda sums, batch, total: weighted_mean(sums, total),
+    )
+
+    def batches(num_groups, num_rows, seed):
+        batch = make_batch(num_groups, num_rows, seed)
+        return Batch(row={"labels": batch.row["labels"], "wanted": batch.row["old_logprobs"]})
+
+    def outputs(num_examples, num_rows, generator):
+        return torch.randn(num_examples, num_rows, generator=generator, dtype=torch.float64)
+
+    assert_streams_objective(objective, batches, VOCABULARY, make_output=outputs)
