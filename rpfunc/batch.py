@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -56,6 +56,8 @@ class Batch:
             problems.append(f"leaves disagree on the number of examples B: {examples}")
         if len(set(rows.values())) > 1:
             problems.append(f"row leaves disagree on the number of rows T: {rows}")
+        if 0 in rows.values():
+            problems.append("row leaves have 0 rows, at least 1 is needed")
         if examples and next(iter(examples.values())) % self.group_size:
             problems.append(f"{next(iter(examples.values()))} examples are no multiple of group_size {self.group_size}")
         if problems:
@@ -93,6 +95,16 @@ class Batch:
             first_example=self.first_example + start,
         )
 
+    def map(self, function: Callable[[Any], Any]) -> Batch:
+        """Returns the batch with `function` applied to every leaf, constants too; it must not change B or T."""
+        return replace(
+            self,
+            row=tree.map(function, self.row),
+            example=tree.map(function, self.example),
+            group=tree.map(function, self.group),
+            constant=tree.map(function, self.constant),
+        )
+
     def microbatches(self, num: int) -> list[Batch]:
         """Returns the batch cut into `num` runs of whole groups, sizes differing by at most one group, larger first.
 
@@ -102,7 +114,8 @@ class Batch:
         if num < 1 or num_groups < 1:
             raise BatchError(f"batch: cannot cut {num_groups} groups into {num} microbatches, both must be at least 1")
         num = min(num, num_groups)
-        stops = [(index * num_groups + num - 1) // num * self.group_size for index in range(num + 1)]
+        size, larger = divmod(num_groups, num)
+        stops = [(index * size + min(index, larger)) * self.group_size for index in range(num + 1)]
         return [self.examples(start, stop) for start, stop in pairwise(stops)]
 
 

@@ -106,6 +106,8 @@ class Model:
         """Raises ModelError naming every subtree that is missing or that no layer reads, and every leaf that is no
         floating-point tensor.
         """
+        if not isinstance(params, Mapping):
+            raise ModelError(f"model: params is a {type(params).__name__}, needs a dict of subtrees by name")
         wanted = {name for layer in self.layers for name in layer.subtrees}
         problems = [f"params lacks subtree {name!r}" for name in sorted(wanted - params.keys())]
         problems += [f"no layer reads subtree {name!r} of params" for name in sorted(params.keys() - wanted)]
@@ -120,21 +122,26 @@ class Model:
         """Returns gradients with the structure of `params` from one flat gradient a layer, added in layer order.
 
         Sums are float32 or wider; a layer whose gradient is None counts as zero. Shared subtrees meet only here, so
-        that no schedule changes the order of their sum.
+        that no schedule changes the order of their sum. A leaf that is no tensor (frozen) has None.
         """
         totals: dict[str, list[Tensor] | None] = dict.fromkeys(params)
         for layer, flat in zip(self.layers, grads, strict=True):
             start = 0
             for name in layer.subtrees if flat is not None else ():
-                stop = start + len(tree.leaves(params[name]))
+                stop = start + sum(isinstance(leaf, Tensor) for leaf in tree.leaves(params[name]))
                 part, total = list(flat[start:stop]) if flat else [], totals[name]
                 totals[name] = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
                 start = stop
         result = {}
         for name, total in totals.items():
             leaves, structure = tree.flatten(params[name])
-            zeros = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves]
-            result[name] = tree.unflatten(structure, zeros if total is None else total)
+            if total is None:
+                trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                total = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in trained]
+            found = iter(total)
+            result[name] = tree.unflatten(
+                structure, [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves]
+            )
         return result
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import OptionsError
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -43,7 +44,8 @@ def fold_in(key: Key, data: int | str) -> Key:
     False
     """
     number = data if isinstance(data, int) else int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest())
-    return Key(_mix((key.value ^ _mix((number + _GAMMA) & _MASK)) & _MASK))
+    # _FIRST, where draws have _GAMMA: what is folded in is never an index that is drawn at
+    return Key(_mix((key.value ^ _mix((number + _FIRST) & _MASK)) & _MASK))
 
 
 def split(key: Key, num: int = 2) -> tuple[Key, ...]:
@@ -85,6 +87,8 @@ def dropout(x: Tensor, rate: float, key: Key, batch: Batch) -> Tensor:
 
     Drawn by absolute example, absolute row and feature: chunks, microbatches and recomputation see one mask.
     """
+    if not 0.0 <= rate < 1.0:
+        raise OptionsError(f"dropout: rate is {rate}, it must be at least 0 and below 1")
     if rate == 0.0:
         return x
     num_examples, num_rows = x.shape[:2]
@@ -116,6 +120,6 @@ def _mix_tensor(value: Tensor) -> Tensor:
 
 def _to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
     # As many leading bits as the significand holds, so that no draw rounds up to 1.
-    precision = 53 if dtype == torch.float64 else 24
+    precision = 1 - round(math.log2(torch.finfo(dtype).eps))
     unit = ((bits >> (64 - precision)) & ((1 << precision) - 1)).to(torch.float64) * 2.0**-precision
-    return unit if dtype == torch.float64 else unit.to(torch.float32).to(dtype)
+    return unit.to(dtype)

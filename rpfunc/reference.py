@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def value_and_grad(model: Model, objective: Objective) -> Callable[[Params, Batc
         model.check(params)
         prepared = objective.prepare(batch)
         total = objective.total(prepared)
+        if objective.statistic is not None:
+            with torch.no_grad():
+                sums = objective.score(model(params, prepared), prepared).double().sum(dim=1)
+                constant = {**prepared.constant, "statistic": objective.statistic(sums, prepared)}
+            prepared = replace(prepared, constant=constant)
         leaves, structure = tree.flatten(dict(params))
 
         def loss(*leaves: Tensor) -> Tensor:

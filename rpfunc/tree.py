@@ -68,6 +68,58 @@ def paths(tree: Tree) -> list[str]:
     return [".".join(str(part) for part in path) for path in optree.tree_paths(tree)]
 
 
+Mask = Tree | Callable[[str, Any], bool]
+"""Booleans in the structure of a tree, or of a top part of it, each for all leaves below; or a function of a leaf's
+dotted path and the leaf."""
+
+
+def selector(mask: Mask) -> Callable[[str, Any], bool]:
+    """Returns the mask as a function of a leaf's dotted path and the leaf.
+
+    Raises TreeError if the mask has something else than booleans; the function, if it says nothing of a leaf.
+
+    >>> selects = selector({"embedding": True, "block": {"up": False, "down": True}})
+    >>> selects("embedding.weight", None), selects("block.up", None)
+    (True, False)
+    """
+    if callable(mask):
+        return mask
+    choices = dict(zip(paths(mask), leaves(mask), strict=True))
+    wrong = [f"{path or 'the mask'} is {value!r}" for path, value in choices.items() if not isinstance(value, bool)]
+    if wrong:
+        raise TreeError.listing("a mask needs True or False at each leaf", wrong)
+
+    def selects(path: str, leaf: Any) -> bool:
+        parts = path.split(".")
+        for length in range(len(parts), -1, -1):  # the leaf's own path, then each of its parents, then the root
+            prefix = ".".join(parts[:length])
+            if prefix in choices:
+                return bool(choices[prefix])
+        raise TreeError(f"the mask says nothing of {path}; it has {sorted(choices)}")
+
+    return selects
+
+
+def partition(tree: Tree, mask: Mask) -> tuple[Tree, Tree]:
+    """Returns (the leaves that the mask selects, the others), each with None, an empty tree, in the other's places.
+
+    >>> partition({"a": 1, "b": 2}, {"a": True, "b": False})
+    ({'a': 1, 'b': None}, {'a': None, 'b': 2})
+    """
+    selects = selector(mask)
+    found, structure = flatten(tree)
+    chosen = [selects(path, leaf) for path, leaf in zip(paths(tree), found, strict=True)]
+    left, right = (
+        [leaf if yes == wanted else None for leaf, yes in zip(found, chosen, strict=True)] for wanted in (True, False)
+    )
+    return unflatten(structure, left), unflatten(structure, right)
+
+
+def combine(left: Tree, right: Tree) -> Tree:
+    """Returns the tree of which `left` and `right` are the two parts that `partition` makes."""
+    return optree.tree_map(lambda a, b: b if a is None else a, left, right, none_is_leaf=True)
+
+
 def zeros_like(tree: Tree) -> Tree:
     """Returns a tree of zeros with the shapes and dtypes of `tree`."""
     return map(torch.zeros_like, tree)

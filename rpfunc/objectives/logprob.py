@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rpfunc.batch import Batch
@@ -17,23 +17,17 @@ def score_logprob(temperature: float, soft_cap: float | None) -> Callable[[Tenso
     """Returns the row score (logits (B, T, V), batch) -> log-probability (B, T) of each row's target, 0 without one."""
 
     def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
-        targets = batch.row["targets"]
-        return logprob(shape_logits(logits, targets != IGNORED, temperature, soft_cap), targets)
+        targets: Tensor = batch.row["targets"]
+        return logprob(shape_logits(logits, temperature, soft_cap), targets)
 
     return score
 
 
 def shape_logits(
-    logits: Float[Tensor, "batch rows vocabulary"],
-    valid: Bool[Tensor, "batch rows"],
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
+    logits: Float[Tensor, "batch rows vocabulary"], temperature: float = 1.0, soft_cap: float | None = None
 ) -> Float[Tensor, "batch rows vocabulary"]:
-    """Returns logits that probabilities are computed from: cap · tanh(logits / cap) / temperature.
-
-    float32 or wider. Rows that are not valid are 0 before anything else happens: their contents have no effect.
-    """
-    shaped = logits.masked_fill(~valid.unsqueeze(-1), 0.0).to(torch.promote_types(logits.dtype, torch.float32))
+    """Returns logits that probabilities are computed from, float32 or wider: cap · tanh(logits / cap) / temperature."""
+    shaped = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if soft_cap is not None:
         shaped = soft_cap * torch.tanh(shaped / soft_cap)
     return shaped if temperature == 1.0 else shaped / temperature

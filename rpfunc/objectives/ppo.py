@@ -51,7 +51,7 @@ def ppo(
 
     def score(output: Mapping[str, Tensor], batch: Batch) -> Float[Tensor, "batch rows"]:
         valid = is_target(batch)
-        shaped = shape_logits(output["logits"], valid, temperature, soft_cap)
+        shaped = shape_logits(output["logits"], temperature, soft_cap)
         log_ratio = logprob(shaped, batch.row["targets"]) - batch.row["target_old_logprobs"]
         losses = clipped_surrogate(log_ratio, batch.row["target_advantages"], clip, clip)
         values = output["values"].masked_fill(~valid, 0.0).to(shaped.dtype)

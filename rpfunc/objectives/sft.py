@@ -39,11 +39,10 @@ def sft(
     check_options("sft", problems + logits_problems(temperature, soft_cap))
 
     def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
-        valid = is_target(batch)
-        shaped = shape_logits(logits, valid, temperature, soft_cap)
+        shaped = shape_logits(logits, temperature, soft_cap)
         losses = cross_entropy(shaped, batch.row["targets"], label_smoothing)
         if z_loss:
-            losses = losses + z_loss * shaped.logsumexp(dim=-1).square().where(valid, 0.0)
+            losses = losses + z_loss * shaped.logsumexp(dim=-1).square().where(is_target(batch), 0.0)
         return losses * batch.row["target_weights"] if "target_weights" in batch.row else losses
 
     return Objective("sft", prepare=_prepare, total=_total, score=score, loss=_mean)

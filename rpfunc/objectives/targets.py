@@ -4,7 +4,8 @@ Every row leaf that an objective reads (`labels`, `weights`, `old_logprobs`, `re
 `old_values`, `returns`) is aligned with the token that it describes: place t is about token t. Row t of a model's
 output predicts token t+1. `prepare` moves them all one row ahead, on whole rows, so that no cut can lose a target; the
 moved leaves are called `targets` and `target_<name>`. Places without a label are set to 0 there, before any arithmetic,
-so that whatever a user left in them (padding, nan, inf) has no effect on a loss or a gradient.
+so that whatever a user left in them (padding, nan, inf) has no effect on a loss or a gradient. The model's own logits
+there have none either, as long as they are finite: to mask them, too, would take one more copy of a chunk of logits.
 """
 
 from __future__ import annotations

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from rpfunc import tree
-from rpfunc.errors import OptimizerError
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.leafwise import Leafwise
-from rpfunc.tree import Tree
-
-Mask = Tree | Callable[[str, Tensor], bool]
-"""Booleans in the structure of the parameters, or of a top part of it, each for all leaves below; or a function of
-a leaf's dotted path and the leaf."""
+from rpfunc.tree import Mask, Tree
 
 
 def masked(inner: Transformation, mask: Mask) -> Transformation:
     """Returns `inner` for the leaves that the mask selects; the updates of the others stay as they are.
 
     A leafwise `inner` stays leafwise, and its mask is read once, by `init`: the state remembers the choice.
-    Raises OptimizerError if a mask has something else than booleans, or, from `init`, says nothing of a leaf.
+    Raises TreeError if a mask has something else than booleans, or, from `init`, says nothing of a leaf.
 
     >>> no_decay_on_vectors = lambda path, leaf: leaf.ndim >= 2
     """
-    selects = mask if callable(mask) else _selector(mask)
+    selects = tree.selector(mask)
     if inner.leafwise is None:
         return _masked_tree(inner, selects)
     return from_leafwise(_masked_leafwise(inner.leafwise, selects))
@@ -75,20 +70,3 @@ def _masked_tree(inner: Transformation, selects: Callable[[str, Tensor], bool]) 
         return tree.unflatten(tree.flatten(updates)[1], leaves), state
 
     return Transformation(init, update)
-
-
-def _selector(mask: Tree) -> Callable[[str, Tensor], bool]:
-    choices: Mapping[str, Any] = dict(zip(tree.paths(mask), tree.leaves(mask), strict=True))
-    wrong = [f"{path or 'the mask'} is {value!r}" for path, value in choices.items() if not isinstance(value, bool)]
-    if wrong:
-        raise OptimizerError.listing("a mask needs True or False at each leaf", wrong)
-
-    def selects(path: str, leaf: Tensor) -> bool:
-        parts = path.split(".")
-        for length in range(len(parts), -1, -1):  # the leaf's own path, then each of its parents, then the root
-            prefix = ".".join(parts[:length])
-            if prefix in choices:
-                return bool(choices[prefix])
-        raise OptimizerError(f"the mask says nothing of {path}; it has {sorted(choices)}")
-
-    return selects

@@ -1,4 +1,4 @@
-"""What each layer costs, counted in floating-point operations without running anything."""
+"""What each layer costs, in floating-point operations."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from rpfunc.model import Model, Params
 
 
 def forward_flops(model: Model, params: Params, batch: Batch) -> list[int]:
-    """Returns the forward FLOPs of each layer on `batch`: matrix products and attention, by shapes alone.
+    """Returns the forward FLOPs of each layer on the first group of examples: matrix products and attention.
 
-    Runs the layers on meta tensors, so it takes milliseconds and no memory whatever their size. Layers without a
-    product (a look-up, a norm) count 0.
+    Found from shapes alone, on meta tensors, in milliseconds whatever their size; where a layer's shapes depend on
+    data, by really running that group. Layers without a product (a look-up, a norm) count 0. `batch` is what the
+    objective has prepared.
     """
-    params = tree.map(_to_meta, dict(params))
-    batch = Batch(
-        row=tree.map(_to_meta, batch.row),
-        example=tree.map(_to_meta, batch.example),
-        group=tree.map(_to_meta, batch.group),
-        constant=tree.map(_to_meta, batch.constant),
-        group_size=batch.group_size,
-    )
+    batch = batch.examples(0, batch.group_size)
+    try:
+        with torch.device("meta"):
+            return _count(model, tree.map(_to_meta, dict(params)), batch.map(_to_meta))
+    except Exception:
+        return _count(model, params, batch)
+
+
+def _count(model: Model, params: Params, batch: Batch) -> list[int]:
     x: Any = ()
     flops = []
-    with torch.no_grad(), torch.device("meta"):
-        for layer in model.layers:
-            with FlopCounterMode(display=False) as counter:
+    for layer in model.layers:
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 x = layer(params, x, batch)
-            flops.append(counter.get_total_flops())
+        except Exception as error:
+            error.add_note(f"rpfunc: in layer {layer.name!r}, while its cost was counted to choose a plan")
+            raise
+        flops.append(counter.get_total_flops())
     return flops
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -10,6 +11,9 @@ from rpfunc.plan.plan import Plan, Span
 
 BACKWARD_COST = 3.0
 """Backward with recomputation, in units of the forward: one forward again, and two products for each of its."""
+
+ROUNDING = 1e-9
+"""Relative difference below which two costs are the same: sums of floating-point costs differ in their last bits."""
 
 
 def partition(costs: Sequence[float], workers: int) -> Plan:
@@ -20,12 +24,12 @@ def partition(costs: Sequence[float], workers: int) -> Plan:
     consecutive layers. Cost: O(L^2) bounds of O(L) each. Ties go to the fewest slots.
     Source: RoundPipe (arXiv 2604.27085), automatic split.
     """
-    if not costs or min(costs) < 0 or workers < 1:
-        raise PlanError(f"partition: needs layer costs >= 0 and workers >= 1, found {list(costs)} and {workers}")
+    if not costs or not all(0 <= cost < math.inf for cost in costs) or workers < 1:
+        raise PlanError(f"partition: needs finite layer costs >= 0 and workers >= 1, found {list(costs)} and {workers}")
     prefix = [0.0, *accumulate(costs)]
     sums = {prefix[stop] - prefix[start] for stop in range(len(prefix)) for start in range(stop)}
     bounds = sorted({total * factor for total in sums for factor in (1.0, BACKWARD_COST)})
-    smallest = BACKWARD_COST * max(costs)
+    smallest = BACKWARD_COST * max(costs) * (1 - ROUNDING)
     best: tuple[float, int, Plan] | None = None
     for bound in (bound for bound in bounds if bound >= smallest):
         fused_start = _fill(prefix, len(costs), bound / BACKWARD_COST)
@@ -41,9 +45,9 @@ def partition(costs: Sequence[float], workers: int) -> Plan:
 
 
 def _fill(prefix: list[float], stop: int, bound: float) -> int:
-    """Returns the first layer of the largest group that ends at `stop` and costs at most `bound` (with rounding)."""
+    """Returns the first layer of the largest group that ends at `stop` and costs at most `bound` (up to rounding)."""
     start = stop - 1
-    while start > 0 and prefix[stop] - prefix[start - 1] <= bound * (1 + 1e-9):
+    while start > 0 and prefix[stop] - prefix[start - 1] <= bound * (1 + ROUNDING):
         start -= 1
     return start
 

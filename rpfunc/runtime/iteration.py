@@ -15,8 +15,10 @@ from rpfunc.model import Flat, Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
 from rpfunc.schedule.task import Task
-from rpfunc.stream.linearize import Pullback
-from rpfunc.stream.stage import Grads, stage_backward, stage_forward, stage_fused, stage_linearize
+from rpfunc.stream.form import Pullback
+from rpfunc.stream.layer_major import layer_linearize, layer_transpose
+from rpfunc.stream.stage import stage_backward, stage_forward, stage_fused
+from rpfunc.stream.streaming import Grads, Streaming
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Work:
     model: Model
     objective: Objective
     plan: Plan
-    chunk: int | None
+    streaming: Streaming
     recompute: bool
 
 
@@ -64,47 +66,43 @@ class Iteration:
         return self._work.model.sum_grads([by_layer.get(layer.name) for layer in self._work.model.layers], self._params)
 
     def _forward(self, task: Task) -> None:
-        work, m = self._work, task.microbatch
+        work, how, m = self._work, self._work.streaming, task.microbatch
         start, stop = work.plan.span(task.kind, task.stage)
         layers, x, batch = work.model.layers[start:stop], self._take(start, m), self._microbatches[m]
         if work.recompute:
-            for index, value in enumerate(stage_forward(layers, self._params, x, batch, work.chunk), start + 1):
-                self._put(index, m, value)
+            keep = [index - start for index in self._readers if start < index <= stop]
+            for index, value in stage_forward(layers, self._params, x, batch, how, keep).items():
+                self._put(start + index, m, value)
             return
-        x, pullbacks = stage_linearize(layers, self._params, x, batch, work.chunk)
+        x, pullbacks = layer_linearize(layers, self._params, x, batch, how.chunk)
         self._put(stop, m, x)
         self._pullbacks.update({(start + index, m): pullback for index, pullback in enumerate(pullbacks)})
 
     def _fused(self, task: Task) -> None:
         work, m = self._work, task.microbatch
         start, stop = work.plan.fused
-        loss, dx, grads = stage_fused(
+        self._losses[m], self._cotangents[m], self._grads[task.kind, task.stage] = stage_fused(
             work.model.layers[start:stop],
             work.objective,
             self._params,
             self._take(start, m),
             self._microbatches[m],
             self._total,
-            work.chunk,
+            work.streaming,
             self._grads[task.kind, task.stage],
         )
-        self._losses[m], self._cotangents[m] = loss, dx
-        self._grads[task.kind, task.stage] = grads
 
     def _backward(self, task: Task) -> None:
-        work, m = self._work, task.microbatch
+        work, how, m, slot = self._work, self._work.streaming, task.microbatch, (task.kind, task.stage)
         start, stop = work.plan.span(task.kind, task.stage)
-        layers = work.model.layers[start:stop]
-        if work.recompute:
-            x = self._take(start, m)
-            _, pullbacks = stage_linearize(
-                layers, self._params, x, self._microbatches[m], work.chunk, with_output=False
-            )
-        else:
+        layers, cotangent, grads = work.model.layers[start:stop], self._cotangents.pop(m), self._grads[slot]
+        if not work.recompute:
             pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, stop)]
-        dx, grads = stage_backward(layers, pullbacks, self._cotangents.pop(m), self._grads[task.kind, task.stage])
-        self._cotangents[m] = dx
-        self._grads[task.kind, task.stage] = grads
+            dx, grads = layer_transpose(layers, pullbacks, cotangent, grads)
+        else:
+            x, batch = self._take(start, m), self._microbatches[m]
+            dx, grads = stage_backward(layers, self._params, x, batch, how, cotangent, grads)
+        self._cotangents[m], self._grads[slot] = dx, grads
 
     def _take(self, layer: int, m: int) -> Any:
         """Returns the input of `layer`, and lets go of it if this was its last reader."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from rpfunc import tree
 from rpfunc.errors import StateError
 from rpfunc.model import Params
 from rpfunc.optim import Transformation
@@ -20,9 +21,10 @@ class State:
         self._consumed = ""
 
     @classmethod
-    def create(cls, params: Params, optimizer: Transformation) -> Self:
-        """Returns the state before the first step."""
-        return cls(params, optimizer.init(params))
+    def create(cls, params: Params, optimizer: Transformation, frozen: tree.Mask | None = None) -> Self:
+        """Returns the state before the first step; leaves that `frozen` selects have no optimizer state."""
+        _, trained = tree.partition(dict(params), False if frozen is None else frozen)
+        return cls(params, optimizer.init(trained))
 
     @property
     def params(self) -> Params:

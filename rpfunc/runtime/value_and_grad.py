@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.model import Model, Params
@@ -22,6 +23,10 @@ from rpfunc.runtime.iteration import Iteration, Work
 from rpfunc.runtime.workers import Cpu, Runtime
 from rpfunc.schedule.round_robin import round_robin
 from rpfunc.schedule.timeline import Timeline
+from rpfunc.stream.chunk_major import check_stepping
+from rpfunc.stream.freeze import freeze
+from rpfunc.stream.streaming import Order, Streaming
+from rpfunc.stream.value import with_statistic
 
 Workers = int | Sequence[Cpu] | Runtime | None
 """How many workers of one intra-op thread, their specs, a runtime to share, or None for the caller's own thread."""
@@ -51,7 +56,10 @@ def value_and_grad(
     workers: Workers = None,
     microbatches: int = 1,
     chunk: int | None = None,
+    head_chunk: int | None = None,
+    order: Order = "layer",
     recompute: bool = True,
+    frozen: tree.Mask | None = None,
 ) -> ValueAndGrad:
     """Returns fn(params, batch) -> (result, grads): the exact gradient of the objective's loss over the whole batch.
 
@@ -59,21 +67,32 @@ def value_and_grad(
                   the layers' FLOPs
     workers       a number, specs such as [Cpu(threads=2)], a `Runtime` to reuse, or None: the caller's thread
     microbatches  runs of examples that go through the stages one by one; fewer where the batch has fewer examples
-    chunk         rows worked on at a time by layers that stream and by the head; None: whole rows
+    chunk         rows worked on at a time by layers that stream; None: whole rows
+    head_chunk    rows of the head, and so of logits, at a time; None: as `chunk`
+    order         "layer" works one layer over all chunks, then the next; "chunk" takes one chunk through all layers of
+                  a stage, and needs layers that do not look ahead
     recompute     keep only stage inputs between forward and backward (or, with False, what backward needs)
+    frozen        a mask (see `tree.selector`) of leaves that get no gradient: None stands in their place
 
-    With the same microbatches, chunk and intra-op threads the result has the same bits for every plan, number of
+    With the same microbatches, chunks, order and intra-op threads the result has the same bits for every plan, number of
     workers, timing and `recompute`. To accumulate a loss over several calls, give each the sum of their totals
     (`objective.total(objective.prepare(batch))`) as `total` and add up losses and gradients.
     Raises ModelError, BatchError, PlanError or OptionsError; an error inside a layer is raised as it is, with the
     task named in a note.
     """
-    check_options(microbatches, chunk)
+    job = Job(
+        model,
+        objective,
+        plan,
+        microbatches,
+        Streaming(chunk, chunk if head_chunk is None else head_chunk, order),
+        recompute,
+        frozen,
+    )
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:
         with open_runtime(workers) as runtime:
-            work = Work(model, objective, choose_plan(plan, model, params, batch, runtime), chunk, recompute)
-            return start(work, params, batch, microbatches, runtime, total).wait()
+            return start(job, params, batch, runtime, total).wait()
 
     return function
 
@@ -94,20 +113,56 @@ class Running:
         self._dispatch.cancel()
 
 
-def start(
-    work: Work, params: Params, batch: Batch, microbatches: int, runtime: Runtime, total: Tensor | None = None
-) -> Running:
+@dataclass(frozen=True)
+class Job:
+    """What `value_and_grad` was asked for. Raises OptionsError or PlanError listing what cannot work."""
+
+    model: Model
+    objective: Objective
+    plan: Plan | None
+    microbatches: int
+    streaming: Streaming
+    recompute: bool
+    frozen: tree.Mask | None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise OptionsError(f"options: microbatches is {self.microbatches}, it must be at least 1")
+        if self.streaming.order == "chunk":
+            check_stepping(self.model.layers)
+            if not self.recompute:
+                raise OptionsError(
+                    "options: recompute=False keeps a layer's residuals, which order 'chunk' never has at once"
+                )
+        if self.plan is not None:
+            self.plan.check(self.model.num_layers)
+
+
+def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tensor | None = None) -> Running:
     """Starts one gradient computation and advances the runtime's cursor by its slots."""
-    work.model.check(params)
-    prepared = work.objective.prepare(batch)
-    total = work.objective.total(prepared) if total is None else total
+    model, objective = job.model, job.objective
+    model.check(params)
+    prepared = objective.prepare(batch)
+    total = objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
     if not bool(torch.isfinite(total)):
-        raise BatchError(f"batch: the {work.objective.name} objective's total is {total.item()}, it must be finite")
-    pieces = prepared.microbatches(microbatches)
-    schedule = round_robin(work.plan, runtime.num_workers, len(pieces), runtime.cursor)
-    runtime.cursor = (runtime.cursor + len(work.plan.slots)) % runtime.num_workers
-    iteration = Iteration(work, params, pieces, total)
-    return Running(iteration, Dispatch(runtime, schedule, work.plan, iteration.run), total)
+        raise BatchError(f"batch: the {objective.name} objective's total is {total.item()}, it must be finite")
+    plan = choose_plan(job, params, prepared, runtime.num_workers)
+    pieces = with_statistic(model, objective, params, prepared.microbatches(job.microbatches), job.streaming)
+    if job.frozen is not None:
+        model, params = freeze(model, params, job.frozen)
+    schedule = round_robin(plan, runtime.num_workers, len(pieces), runtime.cursor)
+    runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
+    iteration = Iteration(Work(model, objective, plan, job.streaming, job.recompute), params, pieces, total)
+    return Running(iteration, Dispatch(runtime, schedule, plan, iteration.run), total)
+
+
+def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:
+    """Returns the job's plan, or the one that suits so many workers."""
+    if job.plan is not None:
+        return job.plan
+    if num_workers == 1:
+        return Plan.single(job.model.num_layers)
+    return partition(forward_flops(job.model, params, prepared), num_workers)
 
 
 @contextmanager
@@ -122,25 +177,3 @@ def open_runtime(workers: Workers) -> Iterator[Runtime]:
         workers = (Cpu(),) * workers
     with Runtime(workers or ()) as runtime:
         yield runtime
-
-
-def choose_plan(plan: Plan | None, model: Model, params: Params, batch: Batch, runtime: Runtime) -> Plan:
-    """Returns `plan`, checked against the model, or the one that suits the runtime's workers."""
-    if plan is None:
-        model.check(params)
-        if runtime.num_workers == 1:
-            return Plan.single(model.num_layers)
-        return partition(forward_flops(model, params, batch), runtime.num_workers)
-    plan.check(model.num_layers)
-    return plan
-
-
-def check_options(microbatches: int, chunk: int | None) -> None:
-    """Raises OptionsError listing what is below 1."""
-    problems = []
-    if microbatches < 1:
-        problems.append(f"microbatches is {microbatches}, it must be at least 1")
-    if chunk is not None and chunk < 1:
-        problems.append(f"chunk is {chunk}, it must be at least 1 row (or None for whole rows)")
-    if problems:
-        raise OptionsError.listing("options", problems)

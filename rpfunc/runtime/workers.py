@@ -25,6 +25,10 @@ class Cpu:
             raise OptionsError(f"worker: threads is {self.threads}, it must be at least 1")
 
 
+_INTRA_OP_THREADS = threading.Lock()
+"""Held while torch's count for the whole process is changed: two runtimes may be entered at once."""
+
+
 class Runtime:
     """Worker threads and the round-robin cursor, for the length of a `with` block.
 
@@ -46,20 +50,21 @@ class Runtime:
     def __enter__(self) -> Self:
         if self._threads:
             raise OptionsError("runtime: is entered already, each `with` block needs a Runtime of its own")
-        process_threads = torch.get_num_threads()
-        started = threading.Barrier(len(self.workers) + 1)
-        for index, worker in enumerate(self.workers):
-            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            # A daemon: a program that forgets to leave the block can still end.
-            thread = threading.Thread(
-                target=_serve, args=(worker, jobs, started), name=f"rpfunc-worker-{index}", daemon=True
-            )
-            thread.start()
-            self._queues.append(jobs)
-            self._threads.append(thread)
-        started.wait()
-        # Setting a worker's own count also sets what threads started later will get: put that back.
-        torch.set_num_threads(process_threads)
+        # Setting a worker's own count also sets what threads started later will get: that is put back.
+        with _INTRA_OP_THREADS:
+            process_threads = torch.get_num_threads()
+            started = threading.Barrier(len(self.workers) + 1)
+            for index, worker in enumerate(self.workers):
+                jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+                # A daemon: a program that forgets to leave the block can still end.
+                thread = threading.Thread(
+                    target=_serve, args=(worker, jobs, started), name=f"rpfunc-worker-{index}", daemon=True
+                )
+                thread.start()
+                self._queues.append(jobs)
+                self._threads.append(thread)
+            started.wait()
+            torch.set_num_threads(process_threads)
         return self
 
     def __exit__(
@@ -88,6 +93,7 @@ class Runtime:
 
 
 def _serve(worker: Cpu, jobs: queue.SimpleQueue[Callable[[], None] | None], started: threading.Barrier) -> None:
+    torch.get_num_threads()  # a thread's first use takes the process's count over: let that happen before
     torch.set_num_threads(worker.threads)
     started.wait()
     while (job := jobs.get()) is not None:

@@ -1,32 +1,170 @@
-"""Attention of a chunk of queries over the keys and values that they may see."""
+"""Attention of a run of queries over the keys and values that they may see."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from rpfunc.errors import ModelError
+
+BLOCK = 512
+"""Queries that share one mask: no mask is larger than BLOCK x keys, however many queries there are."""
 
 
 def attend(
     query: Float[Tensor, "batch queries heads size"],
     key: Float[Tensor, "batch keys kv_heads size"],
-    value: Float[Tensor, "batch keys kv_heads size"],
+    value: Float[Tensor, "batch keys kv_heads value_size"],
     *,
     causal: bool = True,
-) -> Float[Tensor, "batch queries heads size"]:
-    """Returns softmax(query key^T / sqrt(size)) value; heads are dealt to kv_heads in equal, contiguous groups.
+    window: int | None = None,
+    query_segments: Int[Tensor, "batch queries"] | None = None,
+    key_segments: Int[Tensor, "batch keys"] | None = None,
+    visible: Bool[Tensor, "batch keys"] | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "batch queries heads value_size"]:
+    """Returns softmax(scale * query key^T) value over the keys that each query sees; heads share kv_heads in groups.
 
-    Causal: the queries are the last rows among the keys, so query i sees keys up to keys - queries + i (aligned at
-    the bottom right, unlike `scaled_dot_product_attention(is_causal=True)`, which aligns at the top left). The mask is
-    queries x keys, never keys x keys. Cost: queries * keys * heads * size * 4 FLOPs, no scores kept.
+    The queries are the *last* rows among the keys (aligned at the bottom right), query i being row
+    keys - queries + i. It sees a row if all of these hold:
+      causal             the row is not after its own
+      window             the row is one of the last `window` up to its own, which counts
+      query/key_segments the row is of the same segment (packed documents; give both)
+      visible            the row is visible at all (padding is not)
+    A query that sees nothing gets zeros, and gives none but zero gradients. scale: 1 / sqrt(size) by default.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118). sinks: a further score for
+    each head that takes part in the softmax and has no value (GPT-OSS).
+
+    Keys that no query of a block may see, before the window or after the block, cost nothing. With sinks or soft_cap
+    a block's scores exist at once, else never. Raises ModelError listing what does not fit.
     """
-    num_queries, num_keys, groups = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
-    q = rearrange(query, "b t h d -> b h t d")
-    k, v = (repeat(part, "b t h d -> b (h g) t d", g=groups) for part in (key, value))
-    mask = None
-    if causal and 1 < num_queries < num_keys:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and num_queries == num_keys)
-    return rearrange(output, "b h t d -> b t h d")
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    _check(query, key, value, causal, window, query_segments is None, key_segments is None)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    plain = window is None and key_segments is None and visible is None and sinks is None and soft_cap is None
+    if plain and (not causal or num_queries in (1, num_keys)):
+        return _sdpa(query, key, value, None, scale, is_causal=causal and num_queries > 1)
+    outputs = []
+    for start in range(0, num_queries, BLOCK):
+        stop = min(start + BLOCK, num_queries)
+        first, last = num_keys - num_queries + start, num_keys - num_queries + stop  # the block's own rows
+        low = max(0, first - window + 1) if window is not None else 0
+        high = last if causal else num_keys
+        mask = _mask(
+            torch.arange(first, last, device=query.device),
+            torch.arange(low, high, device=query.device),
+            causal,
+            window,
+            None if query_segments is None else query_segments[:, start:stop],
+            None if key_segments is None else key_segments[:, low:high],
+            None if visible is None else visible[:, low:high],
+        )
+        block = query[:, start:stop], key[:, low:high], value[:, low:high]
+        if sinks is None and soft_cap is None:
+            outputs.append(_sdpa(*block, mask, scale))
+        else:
+            outputs.append(_softmax_attention(*block, mask, scale, sinks, soft_cap))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _mask(
+    query_rows: Tensor,
+    key_rows: Tensor,
+    causal: bool,
+    window: int | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    visible: Tensor | None,
+) -> Tensor | None:
+    """Returns which query sees which key, (1 or B, queries, keys); None: all see all."""
+    distance = query_rows[:, None] - key_rows
+    seen: Tensor | None = None
+    if causal and bool(distance.min() < 0):
+        seen = distance >= 0
+    if window is not None and bool(distance.max() >= window):
+        near = distance < window
+        seen = near if seen is None else seen & near
+    seen = None if seen is None else seen[None]
+    if query_segments is not None and key_segments is not None:
+        same = query_segments[:, :, None] == key_segments[:, None]
+        seen = same if seen is None else seen & same
+    if visible is not None:
+        shown = visible[:, None].expand(-1, len(query_rows), -1)
+        seen = shown if seen is None else seen & shown
+    return seen
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False
+) -> Tensor:
+    groups, num_queries = query.shape[2] // key.shape[2], query.shape[1]
+    if is_causal:
+        # the square causal kernel wants a key head for each query head
+        k, v = (repeat(part, "b t h d -> b (h g) t d", g=groups) for part in (key, value))
+        output = F.scaled_dot_product_attention(
+            rearrange(query, "b t h d -> b h t d"), k, v, is_causal=True, scale=scale
+        )
+        return rearrange(output, "b h t d -> b t h d")
+    # The queries of a group become further rows of one head, so that keys and values are never repeated.
+    q = rearrange(query, "b t (h g) d -> b h (g t) d", g=groups)
+    k, v = (rearrange(part, "b t h d -> b h t d") for part in (key, value))
+    if mask is None:
+        output = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    else:
+        anything = mask.any(dim=-1)
+        # A row that sees nothing is computed as if it saw all, and then set to zero: no 0/0 on the way.
+        whole = repeat(mask | ~anything[..., None], "b t k -> b 1 (g t) k", g=groups)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale)
+        output = output.where(repeat(anything, "b t -> b 1 (g t) 1", g=groups), 0.0)
+    return rearrange(output, "b h (g t) d -> b t (h g) d", t=num_queries)
+
+
+def _softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+) -> Tensor:
+    groups = query.shape[2] // key.shape[2]
+    q = rearrange(query, "b t (h g) d -> b h g t d", g=groups)
+    scores = torch.einsum("bhgtd,bkhd->bhgtk", q, key) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    seen = None if mask is None else rearrange(mask, "b t k -> b 1 1 t k")
+    nothing = None if seen is None else ~seen.any(dim=-1, keepdim=True)
+    if seen is not None and nothing is not None:
+        scores = scores.masked_fill(~(seen | nothing), -torch.inf)
+    if sinks is not None:
+        sink = rearrange(sinks, "(h g) -> 1 h g 1 1", g=groups).to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1).to(value.dtype)
+    output = torch.einsum("bhgtk,bkhd->bhgtd", weights[..., : key.shape[1]], value)
+    if nothing is not None:
+        output = output.where(~nothing, 0.0)
+    return rearrange(output, "b h g t d -> b t (h g) d")
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, no_query: bool, no_key: bool
+) -> None:
+    problems = []
+    if query.shape[2] % key.shape[2]:
+        problems.append(f"{query.shape[2]} query heads are no multiple of {key.shape[2]} key heads")
+    if key.shape[:3] != value.shape[:3]:
+        problems.append(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ before the last dimension")
+    if (causal or window is not None) and query.shape[1] > key.shape[1]:
+        problems.append(f"{query.shape[1]} queries cannot be the last rows of {key.shape[1]} keys")
+    if window is not None and (window < 1 or not causal):
+        problems.append(f"window is {window} with causal={causal}; a window is at least 1 row and needs causal=True")
+    if no_query != no_key:
+        problems.append("query_segments and key_segments must be given together")
+    if problems:
+        raise ModelError.listing("attend", problems)

@@ -51,7 +51,7 @@ class Bidirectional:
             grads = accumulate(grads, dparams, foreign=cotangent + dx_rows)
             for place, part in zip(dkv, dseen, strict=True):
                 place.add_(part)
-            dx = overwrite(dx, cotangent, dx_rows, start, stop)
+            dx = overwrite(dx, cotangent, dx_rows, start, stop, batch.num_rows)
         for start, stop in pieces:
             piece = batch.rows(start, stop)
             left, pull = vjp(lambda params, x, piece=piece: self.kv(params, x, piece), params, rows(x, start, stop))

@@ -15,10 +15,10 @@ from rpfunc.model import Flat, accumulator_dtype
 def floating(structured: Any) -> tuple[Flat, Callable[[Flat], Any]]:
     """Returns the floating-point leaves, and a function that puts others in their place.
 
-    Integer and boolean leaves (ids, masks) stay as they are: they ride along and have no gradient.
+    Other leaves (ids, masks, frozen parameters) stay as they are: they ride along and have no gradient.
     """
     leaves, structure = tree.flatten(structured)
-    places = [index for index, leaf in enumerate(leaves) if leaf.is_floating_point()]
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
     def rebuild(flat: Flat) -> Any:
         filled = list(leaves)
@@ -46,14 +46,17 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
         # torch.func has pytrees of its own, in which None is a leaf: it gets flat tuples only
         every_leaf, structure = tree.flatten(output)
         structures.append(structure)
-        return floating(output)[0], tuple(every_leaf)
+        # torch.func.vjp needs an output to differentiate, even where all are integers
+        return floating(output)[0] or (torch.zeros(()),), tuple(every_leaf)
 
     primals = tuple(leaf for flat in flats for leaf in flat)
     if not primals:  # torch.func.vjp needs something to differentiate
         return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
     result: Any = torch.func.vjp(call, *primals, has_aux=True)
     _, pull, output = result
-    return tree.unflatten(structures[0], output), lambda cotangent: tuple(_cut(pull(cotangent), sizes))
+    return tree.unflatten(structures[0], output), lambda cotangent: tuple(
+        _cut(pull(cotangent or (torch.zeros(()),)), sizes)
+    )
 
 
 def accumulate(total: Flat | None, contribution: Flat, foreign: Flat = ()) -> Flat:
@@ -108,13 +111,12 @@ def write(buffer: Any, structured: Any, start: int, stop: int, num_rows: int) ->
     return buffer
 
 
-def overwrite(dx: Flat | None, cotangent: Flat, dx_rows: Flat, start: int, stop: int) -> Flat:
+def overwrite(dx: Flat | None, cotangent: Flat, dx_rows: Flat, start: int, stop: int, num_rows: int) -> Flat:
     """Returns dx with rows start to stop set; the first call (dx is None) picks its buffer.
 
     That is the cotangent's own memory where shapes and dtypes agree, since the rows being written have been read for
     the last time: a layer then needs no second buffer of its input's size.
     """
-    num_rows = cotangent[0].shape[1]
     dx_rows = own(dx_rows, foreign=cotangent)
     if dx is None:
         kinds = [[(leaf.dtype, leaf.shape[:1] + leaf.shape[2:]) for leaf in flat] for flat in (cotangent, dx_rows)]

@@ -71,9 +71,11 @@ class Stepping(ABC):
             memory.keep(left, start, stop, num_rows)
         dx: Flat | None = None
         for start, stop in reversed(pieces):
-            _, pullback = self.linearize_step(params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop)
+            _, pullback = self.linearize_step(
+                params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop
+            )
             dx_rows, grads = pullback(rows(cotangent, start, stop), grads)
-            dx = overwrite(dx, cotangent, dx_rows, start, stop)
+            dx = overwrite(dx, cotangent, dx_rows, start, stop, num_rows)
         return dx or (), grads or ()
 
     def linearize_step(

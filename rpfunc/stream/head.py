@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.stream.flat import accumulate, own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 
+Derivative = Callable[[Tensor], Tensor]
+"""From row scores (B, n, ...) to F's derivative by their sums (B, ...), which is every row's cotangent."""
+
 
 def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, chunk: int | None) -> Tensor:
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
     sums: Tensor | None = None
     for _, x_rows, piece in _pieces(layer, x, batch, chunk):
-        sums = _add(sums, objective.score(layer.form.full(layer.select(params), x_rows, piece), piece))
-    assert sums is not None
+        part = _sum(objective.score(layer.form.full(layer.select(params), x_rows, piece), piece))
+        sums = part if sums is None else sums + part
+    assert sums is not None  # a batch has rows
     return sums
 
 
@@ -29,19 +34,14 @@ def head_vjp(
     params: Params,
     x: Any,
     batch: Batch,
-    total: Tensor,
     chunk: int | None,
+    derivative: Derivative,
     grads: Flat | None,
 ) -> tuple[Tensor, Flat, Flat]:
-    """Returns (F, dx, grads + dparams) for one microbatch; `grads` is donated.
+    """Returns (Σ over rows of s, dx, grads + dparams) of one microbatch or a run of its rows; `grads` is donated.
 
-    F's derivative by the sums is the cotangent of every row's score. A linear F has the same derivative everywhere, so
-    one pass over the chunks serves; any other F takes a first pass to find the sums. Cost: one vjp of each chunk.
+    Cost: one vjp of each chunk, and no recomputation: the cotangents are known before.
     """
-    if objective.linear:
-        cotangent = None
-    else:
-        cotangent = _sums_cotangent(objective, head_value(layer, objective, params, x, batch, chunk), batch, total)
     selected, pieces = layer.select(params), _pieces(layer, x, batch, chunk)
     sums: Tensor | None = None
     dx: Flat | None = None
@@ -51,20 +51,31 @@ def head_vjp(
             return objective.score(layer.form.full(params, x, piece), piece)
 
         scores, pull = vjp(score, selected, x_rows)
-        if cotangent is None:
-            cotangent = _sums_cotangent(objective, torch.zeros_like(scores[:, 0], dtype=torch.float64), batch, total)
-        dparams, dx_rows = pull((cotangent.to(scores.dtype).unsqueeze(1).expand_as(scores),))
-        sums = _add(sums, scores)
+        cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
+        dparams, dx_rows = pull((cotangent,))
+        sums = _sum(scores) if sums is None else sums + _sum(scores)
         grads = accumulate(grads, dparams, foreign=dx_rows)
         dx = own(dx_rows) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
     assert sums is not None
-    return objective.loss(sums, batch, total), dx or (), grads or ()
+    return sums, dx or (), grads or ()
 
 
-def _sums_cotangent(objective: Objective, sums: Tensor, batch: Batch, total: Tensor) -> Tensor:
+def derivative_of(objective: Objective, batch: Batch, total: Tensor, sums: Callable[[], Tensor]) -> Derivative:
+    """Returns F's derivative for one microbatch.
+
+    A linear F has the same derivative everywhere, so it needs no sums and one pass over the rows serves. Any other F
+    is differentiated at its sums, which `sums()` finds by a pass of its own.
+    """
+    if objective.linear:
+        return lambda scores: _gradient(objective, batch, total, torch.zeros_like(scores[:, 0], dtype=torch.float64))
+    derivative = _gradient(objective, batch, total, sums())
+    return lambda scores: derivative
+
+
+def _gradient(objective: Objective, batch: Batch, total: Tensor, sums: Tensor) -> Tensor:
     _, pull = vjp(lambda sums: objective.loss(sums, batch, total), sums)
-    ((cotangent,),) = pull((torch.ones((), dtype=torch.float64, device=sums.device),))
-    return cotangent
+    ((gradient,),) = pull((torch.ones((), dtype=torch.float64, device=sums.device),))
+    return gradient
 
 
 def _pieces(layer: Layer, x: Any, batch: Batch, chunk: int | None) -> list[tuple[tuple[int, int], Any, Batch]]:
@@ -78,7 +89,6 @@ def _pieces(layer: Layer, x: Any, batch: Batch, chunk: int | None) -> list[tuple
     return [((start, stop), rows(x, start, stop), batch.rows(start, stop)) for start, stop in covered]
 
 
-def _add(sums: Tensor | None, scores: Tensor) -> Tensor:
+def _sum(scores: Tensor) -> Tensor:
     # float64, so that a sum over a long row loses nothing to its length
-    part = scores.detach().double().sum(dim=1)
-    return part if sums is None else sums + part
+    return scores.detach().double().sum(dim=1)

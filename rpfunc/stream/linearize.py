@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.stream.flat import accumulate, own, vjp
-
-Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
-"""(cotangent, grads) -> (dx, grads + dparams); may be called once; both arguments are donated."""
+from rpfunc.stream.form import Pullback
 
 
 def forward(layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | None) -> Any:

@@ -15,9 +15,9 @@ from rpfunc.model import Layer, Model, Params
 from rpfunc.objectives.checks import at_least, check_options, logits_problems
 from rpfunc.objectives.logprob import score_logprob
 from rpfunc.objectives.targets import prepare
+from rpfunc.stream.layer_major import layer_forward
 from rpfunc.stream.opaque import opaque
 from rpfunc.stream.rowwise import RowWise, rowwise
-from rpfunc.stream.stage import stage_forward
 
 
 def logprobs(
@@ -54,8 +54,6 @@ def logprobs(
     scores = []
     with torch.no_grad():
         for piece in prepare("logprobs", batch).microbatches(microbatches):
-            x: Any = ()
-            for output in stage_forward(layers, params, (), piece, chunk):
-                x = output
+            x = layer_forward(layers, params, (), piece, chunk, keep=[len(layers)])[len(layers)]
             scores.append(F.pad(x[:, :-1], (1, 0)))
     return torch.cat(scores)

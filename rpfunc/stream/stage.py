@@ -1,8 +1,8 @@
-"""Stages: a run of consecutive layers on one microbatch, as pure functions."""
+"""Stages: a run of consecutive layers on one microbatch, as pure functions, in either order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,41 +10,27 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.stream.head import head_vjp
-from rpfunc.stream.linearize import Pullback, forward, linearize
-
-Grads = Mapping[str, Flat]
-"""By layer name, the sum of that layer's gradients so far; a layer without an entry has had none."""
+from rpfunc.stream.chunk_major import chunk_backward, chunk_forward, chunk_fused
+from rpfunc.stream.layer_major import layer_backward, layer_forward, layer_fused
+from rpfunc.stream.streaming import Grads, Streaming
 
 
-def stage_forward(layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None) -> Iterator[Any]:
-    """Yields each layer's output in turn; the last is the stage's. The caller keeps what it needs."""
-    for layer in layers:
-        x = forward(layer, params, x, batch, chunk)
-        yield x
-
-
-def stage_linearize(
-    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, *, with_output: bool = True
-) -> tuple[Any, list[Pullback]]:
-    """Returns the stage's output (None unless `with_output`) and the pullback of each layer."""
-    pullbacks = []
-    for index, layer in enumerate(layers):
-        needed = with_output or index + 1 < len(layers)
-        x, pullback = linearize(layer, params, x, batch, chunk, with_output=needed)
-        pullbacks.append(pullback)
-    return x, pullbacks
+def stage_forward(
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, how: Streaming, keep: Collection[int]
+) -> dict[int, Any]:
+    """Returns the inputs of those layers that are in `keep`, by index; len(layers) stands for the stage's output."""
+    if how.order == "chunk":
+        return chunk_forward(layers, params, x, batch, how, keep)
+    return layer_forward(layers, params, x, batch, how.chunk, keep)
 
 
 def stage_backward(
-    layers: Sequence[Layer], pullbacks: list[Pullback], cotangent: Flat, grads: Grads
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, how: Streaming, cotangent: Flat, grads: Grads
 ) -> tuple[Flat, Grads]:
-    """Returns (dx, grads with these layers' contributions added); empties `pullbacks`, donates `grads`' tensors."""
-    updated = dict(grads)
-    for layer in reversed(layers):
-        # popped, so that a layer's residuals are freed before the next layer's gradients exist
-        cotangent, updated[layer.name] = pullbacks.pop()(cotangent, updated.get(layer.name))
-    return cotangent, updated
+    """Returns (dx, grads with contributions) of a stage, recomputed from its input; donates cotangent and grads."""
+    if how.order == "chunk":
+        return chunk_backward(layers, params, x, batch, how, cotangent, grads)
+    return layer_backward(layers, params, x, batch, how.chunk, cotangent, grads)
 
 
 def stage_fused(
@@ -54,13 +40,9 @@ def stage_fused(
     x: Any,
     batch: Batch,
     total: Tensor,
-    chunk: int | None,
+    how: Streaming,
     grads: Grads,
 ) -> tuple[Tensor, Flat, Grads]:
-    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one."""
-    *body, head = layers
-    x, pullbacks = stage_linearize(body, params, x, batch, chunk)
-    loss, cotangent, head_grads = head_vjp(head, objective, params, x, batch, total, chunk, grads.get(head.name))
-    del x
-    dx, updated = stage_backward(body, pullbacks, cotangent, grads)
-    return loss, dx, {**updated, head.name: head_grads}
+    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward; donates grads."""
+    fused = chunk_fused if how.order == "chunk" else layer_fused
+    return fused(layers, objective, params, x, batch, total, how, grads)

@@ -1,9 +1,9 @@
-"""The loss without gradients: evaluation."""
+"""The loss without gradients: evaluation, and what an objective has to know of the whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,32 +11,62 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
+from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.head import head_value
 from rpfunc.stream.stage import stage_forward
+from rpfunc.stream.streaming import Order, Streaming
 
 
 def value(
-    model: Model, objective: Objective, *, microbatches: int = 1, chunk: int | None = None
+    model: Model,
+    objective: Objective,
+    *,
+    microbatches: int = 1,
+    chunk: int | None = None,
+    head_chunk: int | None = None,
+    order: Order = "layer",
 ) -> Callable[[Params, Batch], tuple[Tensor, Tensor]]:
     """Returns fn(params, batch) -> (loss, total), both () float64: the objective's loss over the whole batch.
 
     One microbatch at a time, `chunk` rows at a time, in the caller's thread; no layer's input outlives the next
-    layer. Equals `value_and_grad`'s loss on the same microbatches and chunk.
+    layer. Equals `value_and_grad`'s loss on the same microbatches and chunks.
     """
+    how = Streaming(chunk, chunk if head_chunk is None else head_chunk, order)
+    if how.order == "chunk":
+        check_stepping(model.layers)
 
     def function(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         model.check(params)
         prepared = objective.prepare(batch)
         total = objective.total(prepared)
-        *body, head = model.layers
-        losses = []
-        with torch.no_grad():
-            for piece in prepared.microbatches(microbatches):
-                x: Any = ()
-                for output in stage_forward(body, params, (), piece, chunk):
-                    x = output
-                sums = head_value(head, objective, params, x, piece, chunk)
-                losses.append(objective.loss(sums, piece, total))
+        pieces = with_statistic(model, objective, params, prepared.microbatches(microbatches), how)
+        sums = _sums(model, objective, params, pieces, how)
+        losses = [objective.loss(part, piece, total) for part, piece in zip(sums, pieces, strict=True)]
         return torch.stack(losses).sum(), total
 
     return function
+
+
+def with_statistic(
+    model: Model, objective: Objective, params: Params, pieces: Sequence[Batch], how: Streaming
+) -> list[Batch]:
+    """Returns the microbatches, with the objective's statistic of them all among their constants if it needs one.
+
+    Costs a forward pass over all of them then, and nothing otherwise.
+    """
+    if objective.statistic is None:
+        return list(pieces)
+    parts = zip(_sums(model, objective, params, pieces, how), pieces, strict=True)
+    statistic = torch.stack([objective.statistic(sums, piece) for sums, piece in parts]).sum(dim=0)
+    return [replace(piece, constant={**piece.constant, "statistic": statistic}) for piece in pieces]
+
+
+def _sums(
+    model: Model, objective: Objective, params: Params, pieces: Sequence[Batch], how: Streaming
+) -> Iterator[Tensor]:
+    *body, head = model.layers
+    for piece in pieces:
+        with torch.no_grad():
+            x = stage_forward(body, params, (), piece, how, keep=[len(body)])[len(body)] if body else ()
+            sums = head_value(head, objective, params, x, piece, how.head_chunk)
+        yield sums

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
+from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import GradientError
 from rpfunc.model import Model
@@ -16,9 +17,9 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.optim import Transformation, global_norm, step, step_donated
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.state import State
-from rpfunc.runtime.iteration import Work
-from rpfunc.runtime.value_and_grad import Running, Workers, check_options, choose_plan, open_runtime, start
+from rpfunc.runtime.value_and_grad import Job, Running, Workers, choose_plan, open_runtime, start
 from rpfunc.schedule.timeline import Timeline
+from rpfunc.stream.streaming import Order, Streaming
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ def train_steps(
     workers: Workers = None,
     microbatches: int = 1,
     chunk: int | None = None,
+    head_chunk: int | None = None,
+    order: Order = "layer",
     recompute: bool = True,
+    frozen: tree.Mask | None = None,
     donate: bool = False,
     nonfinite: Literal["skip", "raise"] = "skip",
 ) -> Generator[tuple[State, StepResult], None, None]:
@@ -65,18 +69,31 @@ def train_steps(
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says.
     """
-    check_options(microbatches, chunk)
-    iterator = iter(batches)
+    how = Streaming(chunk, chunk if head_chunk is None else head_chunk, order)
+    job = Job(model, objective, plan, microbatches, how, recompute, frozen)
+    return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite)
+
+
+def _steps(
+    state: State,
+    batches: Iterator[Batch],
+    job: Job,
+    optimizer: Transformation,
+    workers: Workers,
+    donate: bool,
+    nonfinite: str,
+) -> Generator[tuple[State, StepResult], None, None]:
     with open_runtime(workers) as runtime:
 
         def begin(state: State) -> Running | None:
-            nonlocal plan
-            batch = next(iterator, None)
+            nonlocal job
+            batch = next(batches, None)
             if batch is None:
                 return None
-            plan = choose_plan(plan, model, state.params, batch, runtime)
-            work = Work(model, objective, plan, chunk, recompute)
-            return start(work, state.params, batch, microbatches, runtime)
+            if job.plan is None:  # chosen once, for batches like the first
+                prepared = job.objective.prepare(batch)
+                job = replace(job, plan=choose_plan(job, state.params, prepared, runtime.num_workers))
+            return start(job, state.params, batch, runtime)
 
         running = begin(state)
         try:
@@ -90,7 +107,7 @@ def train_steps(
                         'nonfinite="skip" passes over such steps'
                     )
                 skipped = not finite or result.total.item() == 0
-                state = _advance(state, None if skipped else grads, optimizer, donate)
+                state = _advance(state, None if skipped else grads, job.frozen, optimizer, donate)
                 # A later batch that fails must not take this step's result with it.
                 running, failure = None, None
                 try:
@@ -105,16 +122,19 @@ def train_steps(
                 running.cancel()
 
 
-def _advance(state: State, grads: dict[str, Any] | None, optimizer: Transformation, donate: bool) -> State:
+def _advance(
+    state: State, grads: dict[str, Any] | None, frozen: tree.Mask | None, optimizer: Transformation, donate: bool
+) -> State:
     """Returns the state one step on; without gradients only the count moves."""
+    params, optimizer_state = state.consume() if donate else (state.params, state.optimizer_state)
     if grads is None:
-        params, optimizer_state = state.consume() if donate else (state.params, state.optimizer_state)
         return State(params, optimizer_state, state.step + 1)
-    if not donate:
-        return State(*step(optimizer, grads, state.optimizer_state, state.params), state.step + 1)
-    params, optimizer_state = state.consume()
+    fixed, trained = tree.partition(dict(params), False if frozen is None else frozen)
+    advance = step_donated if donate else step
     try:
-        return State(*step_donated(optimizer, grads, optimizer_state, params), state.step + 1)
+        trained, optimizer_state = advance(optimizer, grads, optimizer_state, trained)
     except BaseException:
-        state.break_with(f"the update of step {state.step + 1}")
+        if donate:
+            state.break_with(f"the update of step {state.step + 1}")
         raise
+    return State(tree.combine(fixed, trained), optimizer_state, state.step + 1)

@@ -84,15 +84,6 @@ def mask_after_exp():
     return replace(grpo(), prepare=prepare, score=score)
 
 
-def garbage_in_logits():
-    def score(logits, batch):
-        targets = batch.row["targets"]  # ignores losses, but not what they come from
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        return losses.view(targets.shape)
-
-    return replace(sft(), score=score)
-
-
 def two_masks_in_one_mean():
     def total(batch):
         return torch.tensor(float(batch.num_examples * (batch.num_rows - 1)), dtype=torch.float64)
@@ -121,7 +112,6 @@ WRONG = {
     own_denominator: (labels_alone, "streamed loss and gradients are not those of one plain vjp"),
     falsely_linear: (make_batch, "declared linear, but the derivative"),
     mask_after_exp: (make_batch, "what stands where there is no label changes the loss or a gradient"),
-    garbage_in_logits: (labels_alone, "what stands where there is no label changes the loss or a gradient"),
     two_masks_in_one_mean: (labels_alone, "examples without a label still count|a row of padding changes"),
     counts_masked_sequences: (make_batch, "examples without a label still count"),
     reference_from_the_policy: (

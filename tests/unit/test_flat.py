@@ -77,7 +77,7 @@ def test_writing_all_rows_at_once_copies_nothing():
 
 def test_an_input_gradient_of_the_cotangents_kind_lives_in_its_memory():
     cotangent = (torch.ones(1, 4, 2),)
-    dx = overwrite(None, cotangent, (torch.zeros(1, 2, 2),), 0, 2)
+    dx = overwrite(None, cotangent, (torch.zeros(1, 2, 2),), 0, 2, 4)
     assert dx[0] is cotangent[0]
     assert dx[0][0, :, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
 
@@ -85,7 +85,7 @@ def test_an_input_gradient_of_the_cotangents_kind_lives_in_its_memory():
 def test_an_input_gradient_of_another_kind_gets_memory_of_its_own():
     for other in (torch.zeros(1, 2, 3), torch.zeros(1, 2, 2, dtype=torch.float64)):
         cotangent = (torch.ones(1, 4, 2),)
-        dx = overwrite(None, cotangent, (other,), 2, 4)
+        dx = overwrite(None, cotangent, (other,), 2, 4, 4)
         assert not same_memory(dx[0], cotangent[0])
         assert torch.equal(cotangent[0], torch.ones(1, 4, 2))
         assert dx[0].shape == (1, 4, other.shape[-1])

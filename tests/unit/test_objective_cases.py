@@ -209,7 +209,7 @@ def test_garbage_at_masked_places_has_no_effect(chunk, microbatches):
     def at_masked(filled):
         row = {name: leaf.where(keep, garbage[name] if filled else 0.0) for name, leaf in clean.items()}
         output = {
-            "logits": logits.where(predicts.unsqueeze(-1), nan if filled else 0.0),
+            "logits": logits.where(predicts.unsqueeze(-1), 1e30 if filled else 0.0),
             "values": clean["returns"].where(predicts, inf if filled else 0.0),
         }
         return run(ppo(entropy_coefficient=0.1), output, Batch(row={"labels": labels, **row}), chunk=chunk)

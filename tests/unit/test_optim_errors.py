@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from rpfunc import optim
-from rpfunc.errors import OptimizerError
+from rpfunc.errors import OptimizerError, RpfuncError, TreeError
 
 NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "rate": (lambda: optim.sgd(-0.1), "learning_rate is -0.1; it must be finite and at least 0, for example 0.001"),
@@ -39,7 +39,7 @@ NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str) -> None:
     make, message = NUMBERS[name]
-    with pytest.raises(OptimizerError, match=message):
+    with pytest.raises(RpfuncError, match=message):
         make()
 
 
@@ -110,7 +110,7 @@ def test_states_of_something_else() -> None:
 
 def test_masks_that_miss_a_leaf() -> None:
     optimizer = optim.adamw(0.1, mask={"block": {"weight": True}})
-    with pytest.raises(OptimizerError, match=r"the mask says nothing of block\.bias; it has \['block\.weight'\]"):
+    with pytest.raises(TreeError, match=r"the mask says nothing of block\.bias; it has \['block\.weight'\]"):
         optimizer.init({"block": {"bias": torch.zeros(1), "weight": torch.zeros(1)}})
 
 

@@ -1,0 +1,84 @@
+"""Stages a layer at a time: one layer over all its chunks, then the next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rpfunc.batch import Batch
+from rpfunc.model import Flat, Layer, Params
+from rpfunc.objectives.objective import Objective
+from rpfunc.stream.form import Pullback
+from rpfunc.stream.head import derivative_of, head_value, head_vjp
+from rpfunc.stream.linearize import forward, linearize
+from rpfunc.stream.streaming import Grads, Streaming
+
+
+def layer_forward(
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, keep: Collection[int]
+) -> dict[int, Any]:
+    """Returns the inputs of those layers that are in `keep`, by index; len(layers) stands for the stage's output."""
+    kept = {}
+    for index, layer in enumerate(layers, start=1):
+        x = forward(layer, params, x, batch, chunk)
+        if index in keep:
+            kept[index] = x
+    return kept
+
+
+def layer_linearize(
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, *, with_output: bool = True
+) -> tuple[Any, list[Pullback]]:
+    """Returns the stage's output (None unless `with_output`) and the pullback of each layer."""
+    pullbacks = []
+    for index, layer in enumerate(layers):
+        needed = with_output or index + 1 < len(layers)
+        x, pullback = linearize(layer, params, x, batch, chunk, with_output=needed)
+        pullbacks.append(pullback)
+    return x, pullbacks
+
+
+def layer_transpose(
+    layers: Sequence[Layer], pullbacks: list[Pullback], cotangent: Flat, grads: Grads
+) -> tuple[Flat, Grads]:
+    """Returns (dx, grads with these layers' contributions added); empties `pullbacks`, donates `grads`' tensors."""
+    updated = dict(grads)
+    for layer in reversed(layers):
+        # popped, so that a layer's residuals are freed before the next layer's gradients exist
+        cotangent, updated[layer.name] = pullbacks.pop()(cotangent, updated.get(layer.name))
+    return cotangent, updated
+
+
+def layer_backward(
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, cotangent: Flat, grads: Grads
+) -> tuple[Flat, Grads]:
+    """Returns (dx, grads with contributions) of a stage, recomputed from its input."""
+    _, pullbacks = layer_linearize(layers, params, x, batch, chunk, with_output=False)
+    del x
+    return layer_transpose(layers, pullbacks, cotangent, grads)
+
+
+def layer_fused(
+    layers: Sequence[Layer],
+    objective: Objective,
+    params: Params,
+    x: Any,
+    batch: Batch,
+    total: Tensor,
+    how: Streaming,
+    grads: Grads,
+) -> tuple[Tensor, Flat, Grads]:
+    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one."""
+    *body, head = layers
+    x, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
+    derivative = derivative_of(
+        objective, batch, total, lambda: head_value(head, objective, params, x, batch, how.head_chunk)
+    )
+    sums, cotangent, head_grads = head_vjp(
+        head, objective, params, x, batch, how.head_chunk, derivative, grads.get(head.name)
+    )
+    del x
+    dx, updated = layer_transpose(body, pullbacks, cotangent, grads)
+    return objective.loss(sums, batch, total), dx, {**updated, head.name: head_grads}
