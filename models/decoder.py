@@ -20,8 +20,8 @@ from torch import Tensor
 from rpfunc import random
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
-from rpfunc.model import Layer, Model
-from rpfunc.stream import Attending, attend, attending, rowwise
+from rpfunc.model import Form, Layer, Model
+from rpfunc.stream import attend, attending, rowwise
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _head(config: DecoderConfig) -> Any:
     return head
 
 
-def _block(config: DecoderConfig, name: str) -> Attending:
+def _block(config: DecoderConfig, name: str) -> Form:
     def project(params: dict[str, Tensor], part: str, hidden: Tensor) -> Tensor:
         projected = F.linear(hidden, params[part], params.get(f"{part}_bias"))
         heads = rearrange(projected, "b t (h d) -> b t h d", d=config.head_size)

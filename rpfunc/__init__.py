@@ -1,10 +1,11 @@
 """rpfunc: pipeline schedules and exact streamed gradients for pure PyTorch functions."""
 
-from rpfunc import objectives, optim, plan, random, reference, schedule, stream, tree
+from rpfunc import memory, objectives, optim, plan, random, reference, schedule, stream, tree
 from rpfunc.batch import Batch
 from rpfunc.model import Layer, Model
 from rpfunc.plan import Plan
 from rpfunc.runtime import Cpu, Result, Runtime, State, value_and_grad
+from rpfunc.stream.logprobs import logprobs
 from rpfunc.stream.value import value
 from rpfunc.train import StepResult, train_steps
 
@@ -18,6 +19,8 @@ __all__ = [
     "Runtime",
     "State",
     "StepResult",
+    "logprobs",
+    "memory",
     "objectives",
     "optim",
     "plan",

@@ -28,7 +28,7 @@ def peak(function: Callable[[], Any]) -> Peak:
     >>> peak(lambda: (torch.zeros(100) + torch.zeros(100)).sum().item()).peak_bytes
     1200
     """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

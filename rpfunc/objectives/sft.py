@@ -9,7 +9,6 @@ from rpfunc.batch import Batch
 from rpfunc.objectives.checks import at_least, between, check_options, logits_problems
 from rpfunc.objectives.logprob import cross_entropy, shape_logits
 from rpfunc.objectives.objective import Objective, weighted_mean
-from rpfunc.objectives.targets import IGNORED as IGNORED
 from rpfunc.objectives.targets import is_target, num_tokens, prepare
 
 

@@ -9,7 +9,7 @@ from rpfunc.optim.decay import add_decayed_weights
 from rpfunc.optim.donatable import check_donatable
 from rpfunc.optim.donate import advance_donated, step_donated
 from rpfunc.optim.leafwise import Leafwise, LeafwiseState, advance, measure, prepare
-from rpfunc.optim.masked import Mask, masked
+from rpfunc.optim.masked import masked
 from rpfunc.optim.optimizers import adam, adamw, sgd
 from rpfunc.optim.scale import identity, scale, scale_by_learning_rate, scale_by_schedule
 from rpfunc.optim.schedules import Schedule, constant, cosine_decay, join, linear, warmup_cosine
@@ -18,7 +18,6 @@ from rpfunc.optim.trace import trace
 __all__ = [
     "Leafwise",
     "LeafwiseState",
-    "Mask",
     "Schedule",
     "Transformation",
     "accumulate",

@@ -10,7 +10,8 @@ from torch import Tensor
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.checks import check_not_negative
 from rpfunc.optim.leafwise import Leafwise
-from rpfunc.optim.masked import Mask, masked
+from rpfunc.optim.masked import masked
+from rpfunc.tree import Mask
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Transformation:

@@ -6,10 +6,10 @@ from rpfunc.optim.adam import scale_by_adam
 from rpfunc.optim.base import Transformation
 from rpfunc.optim.chain import chain
 from rpfunc.optim.decay import add_decayed_weights
-from rpfunc.optim.masked import Mask
 from rpfunc.optim.scale import scale_by_learning_rate
 from rpfunc.optim.schedules import Schedule
 from rpfunc.optim.trace import trace
+from rpfunc.tree import Mask
 
 
 def sgd(

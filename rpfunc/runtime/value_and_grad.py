@@ -74,8 +74,8 @@ def value_and_grad(
     recompute     keep only stage inputs between forward and backward (or, with False, what backward needs)
     frozen        a mask (see `tree.selector`) of leaves that get no gradient: None stands in their place
 
-    With the same microbatches, chunks, order and intra-op threads the result has the same bits for every plan, number of
-    workers, timing and `recompute`. To accumulate a loss over several calls, give each the sum of their totals
+    With the same microbatches, chunks, order and intra-op threads the result has the same bits for every plan, number
+    of workers, timing and `recompute`. To accumulate a loss over several calls, give each the sum of their totals
     (`objective.total(objective.prepare(batch))`) as `total` and add up losses and gradients.
     Raises ModelError, BatchError, PlanError or OptionsError; an error inside a layer is raised as it is, with the
     task named in a note.
@@ -85,7 +85,7 @@ def value_and_grad(
         objective,
         plan,
         microbatches,
-        Streaming(chunk, chunk if head_chunk is None else head_chunk, order),
+        Streaming(chunk, head_chunk, order),
         recompute,
         frozen,
     )
@@ -126,14 +126,15 @@ class Job:
     frozen: tree.Mask | None
 
     def __post_init__(self) -> None:
+        problems = self.streaming.problems()
         if self.microbatches < 1:
-            raise OptionsError(f"options: microbatches is {self.microbatches}, it must be at least 1")
+            problems.insert(0, f"microbatches is {self.microbatches}, it must be at least 1")
+        if self.streaming.order == "chunk" and not self.recompute:
+            problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
+        if problems:
+            raise OptionsError.listing("options", problems)
         if self.streaming.order == "chunk":
             check_stepping(self.model.layers)
-            if not self.recompute:
-                raise OptionsError(
-                    "options: recompute=False keeps a layer's residuals, which order 'chunk' never has at once"
-                )
         if self.plan is not None:
             self.plan.check(self.model.num_layers)
 

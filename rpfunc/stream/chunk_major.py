@@ -95,7 +95,7 @@ def chunk_fused(
             value = rows(x, start, stop)
             for index in range(len(body)):
                 value = stage.step(index, value, start, stop)
-            parts.append(head_value(head, objective, params, value, batch.rows(start, stop), how.head_chunk))
+            parts.append(head_value(head, objective, params, value, batch.rows(start, stop), how.head_rows))
         return sum(parts[1:], start=parts[0])
 
     if objective.linear:
@@ -106,7 +106,7 @@ def chunk_fused(
     for start, stop in reversed(stage.pieces):
         value, pullbacks = stage.linearize(rows(x, start, stop), start, stop)
         part, dy, updated[head.name] = head_vjp(
-            head, objective, params, value, batch.rows(start, stop), how.head_chunk, derivative, updated.get(head.name)
+            head, objective, params, value, batch.rows(start, stop), how.head_rows, derivative, updated.get(head.name)
         )
         del value
         sum_of_scores = part if sum_of_scores is None else sum_of_scores + part

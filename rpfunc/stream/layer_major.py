@@ -72,13 +72,13 @@ def layer_fused(
 ) -> tuple[Tensor, Flat, Grads]:
     """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one."""
     *body, head = layers
-    x, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
+    hidden, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
     derivative = derivative_of(
-        objective, batch, total, lambda: head_value(head, objective, params, x, batch, how.head_chunk)
+        objective, batch, total, lambda: head_value(head, objective, params, hidden, batch, how.head_rows)
     )
     sums, cotangent, head_grads = head_vjp(
-        head, objective, params, x, batch, how.head_chunk, derivative, grads.get(head.name)
+        head, objective, params, hidden, batch, how.head_rows, derivative, grads.get(head.name)
     )
-    del x
+    del hidden, derivative
     dx, updated = layer_transpose(body, pullbacks, cotangent, grads)
     return objective.loss(sums, batch, total), dx, {**updated, head.name: head_grads}

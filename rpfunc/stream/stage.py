@@ -43,6 +43,6 @@ def stage_fused(
     how: Streaming,
     grads: Grads,
 ) -> tuple[Tensor, Flat, Grads]:
-    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward; donates grads."""
+    """Returns (F, dx, grads with contributions) of the last layers: forward, loss and backward; donates grads."""
     fused = chunk_fused if how.order == "chunk" else layer_fused
     return fused(layers, objective, params, x, batch, total, how, grads)

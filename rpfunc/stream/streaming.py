@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rpfunc.errors import OptionsError
 from rpfunc.model import Flat
 
 Order = Literal["layer", "chunk"]
@@ -17,10 +16,10 @@ Grads = Mapping[str, Flat]
 
 @dataclass(frozen=True)
 class Streaming:
-    """Chunk sizes and order. Raises OptionsError listing what cannot work.
+    """Chunk sizes and order.
 
     chunk       rows of a layer at a time; None: whole rows, residuals kept
-    head_chunk  rows of the head, and so of logits, at a time; None: whole rows
+    head_chunk  rows of the head, and so of logits, at a time; None: as `chunk`
     order       "layer": one layer over all chunks, then the next (stores each layer's input)
                 "chunk": one chunk through all layers of a stage (stores what rows leave for later ones)
     """
@@ -29,7 +28,13 @@ class Streaming:
     head_chunk: int | None = None
     order: Order = "layer"
 
-    def __post_init__(self) -> None:
+    @property
+    def head_rows(self) -> int | None:
+        """Rows of the head at a time."""
+        return self.chunk if self.head_chunk is None else self.head_chunk
+
+    def problems(self) -> list[str]:
+        """Returns, in words, what cannot work."""
         sizes = {"chunk": self.chunk, "head_chunk": self.head_chunk}
         problems = [
             f"{name} is {size}, it must be at least 1 row (or None for whole rows)"
@@ -40,5 +45,4 @@ class Streaming:
             problems.append(f"order is {self.order!r}, it must be 'layer' or 'chunk'")
         if self.order == "chunk" and self.chunk is None:
             problems.append("order is 'chunk', which needs a chunk, for example chunk=512")
-        if problems:
-            raise OptionsError.listing("options", problems)
+        return problems

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import OptionsError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import check_stepping
@@ -31,7 +32,9 @@ def value(
     One microbatch at a time, `chunk` rows at a time, in the caller's thread; no layer's input outlives the next
     layer. Equals `value_and_grad`'s loss on the same microbatches and chunks.
     """
-    how = Streaming(chunk, chunk if head_chunk is None else head_chunk, order)
+    how = Streaming(chunk, head_chunk, order)
+    if how.problems():
+        raise OptionsError.listing("options", how.problems())
     if how.order == "chunk":
         check_stepping(model.layers)
 
@@ -68,5 +71,5 @@ def _sums(
     for piece in pieces:
         with torch.no_grad():
             x = stage_forward(body, params, (), piece, how, keep=[len(body)])[len(body)] if body else ()
-            sums = head_value(head, objective, params, x, piece, how.head_chunk)
+            sums = head_value(head, objective, params, x, piece, how.head_rows)
         yield sums

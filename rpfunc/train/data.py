@@ -11,7 +11,7 @@ from torch import Tensor
 from rpfunc import random
 from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError
-from rpfunc.objectives.sft import IGNORED
+from rpfunc.objectives import IGNORED
 
 
 def read_bytes(path: Path, rows: int) -> Tensor:

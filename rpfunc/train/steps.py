@@ -69,7 +69,7 @@ def train_steps(
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says.
     """
-    how = Streaming(chunk, chunk if head_chunk is None else head_chunk, order)
+    how = Streaming(chunk, head_chunk, order)
     job = Job(model, objective, plan, microbatches, how, recompute, frozen)
     return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite)
 
