@@ -3,5 +3,6 @@
 from rpfunc.plan.costs import forward_flops
 from rpfunc.plan.partition import partition
 from rpfunc.plan.plan import Plan, Span
+from rpfunc.plan.predict import max_sequence, memory
 
-__all__ = ["Plan", "Span", "forward_flops", "partition"]
+__all__ = ["Plan", "Span", "forward_flops", "max_sequence", "memory", "partition"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -56,8 +59,7 @@ def attend(
         low = max(0, first - window + 1) if window is not None else 0
         high = last if causal else num_keys
         mask = _mask(
-            torch.arange(first, last, device=query.device),
-            torch.arange(low, high, device=query.device),
+            Rows(first, last, low, high, query.device),
             causal,
             window,
             None if query_segments is None else query_segments[:, start:stop],
@@ -72,9 +74,18 @@ def attend(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
+class Rows(NamedTuple):
+    """Rows first to last as queries, rows low to high as keys."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+    device: torch.device
+
+
 def _mask(
-    query_rows: Tensor,
-    key_rows: Tensor,
+    rows: Rows,
     causal: bool,
     window: int | None,
     query_segments: Tensor | None,
@@ -82,21 +93,18 @@ def _mask(
     visible: Tensor | None,
 ) -> Tensor | None:
     """Returns which query sees which key, (1 or B, queries, keys); None: all see all."""
-    distance = query_rows[:, None] - key_rows
-    seen: Tensor | None = None
-    if causal and bool(distance.min() < 0):
-        seen = distance >= 0
-    if window is not None and bool(distance.max() >= window):
-        near = distance < window
-        seen = near if seen is None else seen & near
-    seen = None if seen is None else seen[None]
+    queries = torch.arange(rows.first, rows.last, device=rows.device)[:, None]
+    keys = torch.arange(rows.low, rows.high, device=rows.device)
+    conditions = []
+    if causal and rows.high - 1 > rows.first:
+        conditions.append((keys <= queries)[None])
+    if window is not None and rows.last - 1 - rows.low >= window:
+        conditions.append((queries - keys < window)[None])
     if query_segments is not None and key_segments is not None:
-        same = query_segments[:, :, None] == key_segments[:, None]
-        seen = same if seen is None else seen & same
+        conditions.append(query_segments[:, :, None] == key_segments[:, None])
     if visible is not None:
-        shown = visible[:, None].expand(-1, len(query_rows), -1)
-        seen = shown if seen is None else seen & shown
-    return seen
+        conditions.append(visible[:, None].expand(-1, len(queries), -1))
+    return reduce(torch.logical_and, conditions) if conditions else None
 
 
 def _sdpa(

@@ -77,12 +77,12 @@ def own(tensors: Flat, foreign: Flat = ()) -> Flat:
     A pullback may return its cotangent (identity), one tensor twice (a + b) or an expanded one (sum): writing into
     such a result would write elsewhere too, so it is copied first.
     """
-    taken = {tensor.untyped_storage().data_ptr() for tensor in foreign}
+    taken = {tensor.untyped_storage() for tensor in foreign}
     owned = []
     for tensor in tensors:
-        if tensor.untyped_storage().data_ptr() in taken or not tensor.is_contiguous():
+        if tensor.untyped_storage() in taken or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        taken.add(tensor.untyped_storage().data_ptr())
+        taken.add(tensor.untyped_storage())
         owned.append(tensor)
     return tuple(owned)
 

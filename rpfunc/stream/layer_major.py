@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -74,11 +75,11 @@ def layer_fused(
     *body, head = layers
     hidden, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
     derivative = derivative_of(
-        objective, batch, total, lambda: head_value(head, objective, params, hidden, batch, how.head_rows)
+        objective, batch, total, partial(head_value, head, objective, params, hidden, batch, how.head_rows)
     )
     sums, cotangent, head_grads = head_vjp(
         head, objective, params, hidden, batch, how.head_rows, derivative, grads.get(head.name)
     )
-    del hidden, derivative
+    del hidden
     dx, updated = layer_transpose(body, pullbacks, cotangent, grads)
     return objective.loss(sums, batch, total), dx, {**updated, head.name: head_grads}

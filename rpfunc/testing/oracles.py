@@ -1,4 +1,4 @@
-"""Comparisons that tests rest on: trees of tensors, streaming forms and gradient functions against plain autograd."""
+"""Comparisons that tests rest on: trees of tensors, and gradient functions against the plain gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rpfunc import reference, tree
 from rpfunc.batch import Batch
-from rpfunc.model import Form, Model, Params, accumulator_dtype
+from rpfunc.model import Model, Params, accumulator_dtype
 from rpfunc.objectives.objective import Objective
 
 
@@ -79,29 +79,6 @@ def assert_untouched(*trees: Any) -> Iterator[None]:
             assert same, f"argument {path} was written to"
 
 
-def assert_streams(
-    form: Form, params: Any, x: Any, batch: Batch, chunk: int, *, tolerance: float = 0.0, seed: int = 0
-) -> None:
-    """Raises AssertionError unless `form` gives, `chunk` rows at a time, what `form.full` and plain autograd give.
-
-    Compares the output, the input's gradient and the parameters' gradient, added to sums that exist already; cotangent
-    and sums are small integers drawn from `seed`. Demands that no argument but the donated ones is written to.
-    """
-    wanted, wanted_dx, wanted_dparams, cotangent = _autograd(form, params, x, batch, seed)
-    start = tuple(torch.full_like(leaf, 3.0) for leaf in _floats(params))
-    with assert_untouched(params, x, batch):
-        found = form.forward(params, x, batch, chunk)
-        donated = tuple(leaf.clone() for leaf in cotangent)
-        dx, first = form.backward(params, x, batch, chunk, donated, None)
-        held = [leaf.clone() for leaf in first]
-        donated = tuple(leaf.clone() for leaf in cotangent)
-        _, summed = form.backward(params, x, batch, chunk, donated, tuple(leaf.clone() for leaf in start))
-    assert_close(found, wanted, tolerance)
-    assert_close(list(dx), wanted_dx, tolerance)
-    assert_close(held, wanted_dparams, tolerance)
-    assert_close(list(summed), [a + b for a, b in zip(start, wanted_dparams, strict=True)], tolerance)
-
-
 def assert_computes(
     function: Callable[[Params, Batch], tuple[Any, Any]],
     model: Model,
@@ -124,30 +101,6 @@ def assert_computes(
     assert_close(grads, wanted, tolerance)
     for leaf, grad in zip(tree.leaves(dict(params)), tree.leaves(grads), strict=True):
         assert grad.dtype == accumulator_dtype(leaf.dtype), f"gradient of {leaf.dtype} parameter is {grad.dtype}"
-
-
-def _autograd(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> tuple[Any, list[Tensor], list[Tensor], Any]:
-    """Returns form.full's output, the gradients of x and params by torch.autograd, and the cotangent drawn."""
-    detached = [
-        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), each)
-        for each in (x, params)
-    ]
-    output = form.full(detached[1], detached[0], batch)
-    generator = torch.Generator().manual_seed(seed)
-    cotangent = [torch.randint(-2, 3, leaf.shape, generator=generator).to(leaf.dtype) for leaf in _floats(output)]
-    reached = [(leaf, dy) for leaf, dy in zip(_floats(output), cotangent, strict=True) if leaf.requires_grad]
-    inputs, weights = (_floats(each) for each in detached)
-    if not reached or not inputs + weights:
-        grads: Any = [torch.zeros_like(leaf) for leaf in inputs + weights]
-    else:
-        outputs, dys = zip(*reached, strict=True)
-        grads = torch.autograd.grad(outputs, inputs + weights, dys, allow_unused=True, materialize_grads=True)
-    output = tree.map(lambda leaf: leaf.detach(), output)
-    return output, list(grads[: len(inputs)]), list(grads[len(inputs) :]), cotangent
-
-
-def _floats(structured: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(structured) if leaf.is_floating_point()]
 
 
 def _plain(each: Any) -> Any:
