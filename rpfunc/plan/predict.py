@@ -126,5 +126,3 @@ class _LiveBytes(TorchDispatchMode):
 
 def _storage(leaf: Any) -> Any:
     return leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
-
-

@@ -11,8 +11,10 @@ import torch
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
+from rpfunc.model import Flat
 from rpfunc.stream.bidirectional import Bidirectional
-from rpfunc.stream.form import Stepping
+from rpfunc.stream.flat import accumulate, own, vjp
+from rpfunc.stream.form import Pullback, Stepping
 from rpfunc.stream.memory import Memory, RowMemory
 
 KeysValues = Callable[[Any, Any, Batch], Any]
@@ -61,6 +63,32 @@ class Attending(Stepping):
         """Returns the rows' kv."""
         del past
         return self.kv(params, x, batch)
+
+    def linearize_step(
+        self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
+    ) -> tuple[Any, Pullback]:
+        """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first.
+
+        The same result as the general way, in less memory: what is seen is a view of the kept rows, never joined to
+        the chunk's own, and kv has a vjp apart, when the cotangents of the chunk's rows are complete.
+        """
+        if not isinstance(memory, RowMemory):
+            return super().linearize_step(params, x, batch, memory, start, stop)
+        if not memory.holds(stop):
+            memory.keep(self.kv(params, x, batch), start, stop, stop)
+        output, pull = vjp(lambda params, x, kv: self.rows(params, x, kv, batch), params, x, memory.past(start, stop))
+
+        def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+            dparams, dx, dseen = pull(cotangent)
+            grads = accumulate(grads, dparams, foreign=cotangent + dx + dseen)
+            memory.receive(own(dseen, foreign=cotangent + dx), start, stop)
+            del dparams, dseen
+            _, pull_kv = vjp(lambda params, x: self.kv(params, x, batch), params, x)
+            dparams, dx_through_kv = pull_kv(memory.cotangent(start, stop) or ())
+            grads = accumulate(grads, dparams, foreign=dx_through_kv)
+            return tuple(a + b for a, b in zip(dx, dx_through_kv, strict=True)), grads
+
+        return output, pullback
 
     def memory(self) -> Memory:
         """Returns an empty memory of kv."""

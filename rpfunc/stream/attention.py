@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rpfunc.errors import ModelError
+from rpfunc.stream.split_attention import can_split, split_attention
 
 BLOCK = 512
 """Queries that share one mask: no mask is larger than BLOCK x keys, however many queries there are."""
@@ -52,6 +53,8 @@ def attend(
     plain = window is None and key_segments is None and visible is None and sinks is None and soft_cap is None
     if plain and (not causal or num_queries in (1, num_keys)):
         return _sdpa(query, key, value, None, scale, is_causal=causal and num_queries > 1)
+    if plain and can_split(query, key, value):
+        return split_attention(query, key, value, scale)
     outputs = []
     for start in range(0, num_queries, BLOCK):
         stop = min(start + BLOCK, num_queries)

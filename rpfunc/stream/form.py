@@ -10,7 +10,7 @@ import torch
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
-from rpfunc.stream.flat import accumulate, floating, overwrite, rows, spans, vjp, write
+from rpfunc.stream.flat import accumulate, floating, overwrite, own, rows, spans, vjp, write
 from rpfunc.stream.memory import Memory
 
 Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
@@ -76,6 +76,7 @@ class Stepping(ABC):
             )
             dx_rows, grads = pullback(rows(cotangent, start, stop), grads)
             dx = overwrite(dx, cotangent, dx_rows, start, stop, num_rows)
+            del pullback, dx_rows  # or these residuals would live beside the next chunk's
         return dx or (), grads or ()
 
     def linearize_step(
@@ -94,7 +95,7 @@ class Stepping(ABC):
             if dleft is None:
                 dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)
             dparams, dx, dpast = pull(cotangent + dleft)
-            memory.receive(dpast, start)
+            memory.receive(own(dpast, foreign=cotangent + dx), start)
             return dx, accumulate(grads, dparams, foreign=cotangent + dx)
 
         return output, pullback

@@ -55,6 +55,8 @@ def head_vjp(
         dparams, dx_rows = pull((cotangent,))
         sums = _sum(scores) if sums is None else sums + _sum(scores)
         grads = accumulate(grads, dparams, foreign=dx_rows)
+        # not held while the next chunk's are computed: each is as large as the head
+        del scores, pull, cotangent, dparams
         dx = own(dx_rows) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
     assert sums is not None
     return sums, dx or (), grads or ()

@@ -23,7 +23,7 @@ class Memory(Protocol):
         """Returns the cotangent of what that chunk left, once all later chunks have been received; None for zero."""
 
     def receive(self, cotangent: Flat, start: int) -> None:
-        """Takes the cotangent of what the chunk at row `start` read; it is only read."""
+        """Takes the cotangent of what the chunk at row `start` read; it is donated."""
 
 
 class StateMemory:
@@ -49,7 +49,7 @@ class StateMemory:
 
     def receive(self, cotangent: Flat, start: int) -> None:
         """Takes the cotangent of the state at row `start`, which no one needs any more."""
-        self._cotangents[start] = tuple(leaf.clone() for leaf in cotangent)  # it may share memory with others
+        self._cotangents[start] = cotangent
         self._states.pop(start, None)
 
 
@@ -62,15 +62,25 @@ class RowMemory:
     def __init__(self, window: int | None) -> None:
         self._window = window
         self._rows: Any = None
+        self._filled = 0
         self._cotangents: Flat | None = None
 
-    def past(self, start: int) -> Any:
-        """Returns what the rows before `start` left, as far back as the chunk there may read (views)."""
-        return None if start == 0 else rows(self._rows, self._first(start), start)
+    def past(self, start: int, stop: int | None = None) -> Any:
+        """Returns what rows before `start`, and with `stop` the chunk's own up to it, show to the chunk (views).
+
+        None where there are no such rows.
+        """
+        stop = start if stop is None else stop
+        return None if stop == 0 else rows(self._rows, self._first(start), stop)
+
+    def holds(self, stop: int) -> bool:
+        """Returns whether all rows before `stop` have been kept."""
+        return self._filled >= stop
 
     def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
         """Keeps what rows start to stop left."""
         self._rows = write(self._rows, left, start, stop, num_rows)
+        self._filled = max(self._filled, stop)
 
     def cotangent(self, start: int, stop: int) -> Flat | None:
         """Returns the cotangent of what rows start to stop left, in its own dtype."""
@@ -79,15 +89,23 @@ class RowMemory:
         kinds = floating(self._rows)[0]
         return tuple(place[:, start:stop].to(leaf.dtype) for place, leaf in zip(self._cotangents, kinds, strict=True))
 
-    def receive(self, cotangent: Flat, start: int) -> None:
-        """Adds the cotangents of the rows before `start` that a chunk has read."""
-        if start == 0:
+    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
+        """Adds the cotangents of what `past(start, stop)` has shown; they are donated."""
+        stop = start if stop is None else stop
+        if stop == 0:
             return
         if self._cotangents is None:
             leaves = floating(self._rows)[0]
-            self._cotangents = tuple(torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves)
+            dtypes = [accumulator_dtype(leaf.dtype) for leaf in leaves]
+            if [part.shape for part in cotangent] == [leaf.shape for leaf in leaves]:
+                # the chunk that comes first has read everything: its share is where the sum begins
+                self._cotangents = tuple(part.to(dtype) for part, dtype in zip(cotangent, dtypes, strict=True))
+                return
+            self._cotangents = tuple(
+                torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+            )
         for place, part in zip(self._cotangents, cotangent, strict=True):
-            place[:, self._first(start) : start].add_(part)
+            place[:, self._first(start) : stop].add_(part)
 
     def _first(self, start: int) -> int:
         return 0 if self._window is None else max(0, start - self._window + 1)

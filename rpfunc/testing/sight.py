@@ -101,7 +101,7 @@ def _changed(leaf: Any, place: tuple[int, ...], generator: torch.Generator) -> A
     elif leaf.dtype == torch.bool:
         changed[place] = ~part
     else:
-        values = leaf.unique()
+        values = torch.unique(leaf)
         changed[place] = values[(torch.searchsorted(values, part) + 1) % len(values)]
     return changed
 

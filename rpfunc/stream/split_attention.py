@@ -1,0 +1,105 @@
+"""Causal attention of a chunk without a mask: the rows before it, and its own square, joined by their log-sum-exps.
+
+Every query of a chunk sees every earlier row, so that part needs no mask, and its own rows are the square causal case
+that kernels know how to halve. The softmax over both is a weighted mean of the two softmaxes (as in ring attention,
+arXiv 2310.01889). The backward kernel recomputes probabilities as exp(score - log-sum-exp): given the joint
+log-sum-exp and output it returns each part's exact share of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def can_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Returns whether the kernels that report log-sum-exps serve these tensors; `attend` masks where they do not."""
+    sizes_agree = query.shape[-1] == value.shape[-1]
+    return sizes_agree and all(part.device.type == "cpu" and not part.is_complex() for part in (query, key, value))
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Returns bottom-right causal attention of (B, n, H, d) queries over (B, m, K, d) keys and values, 1 < n < m."""
+    output: Tensor = _SplitAttention.apply(query, key, value, scale)[0]  # type: ignore[no-untyped-call]
+    return output
+
+
+KEYS = 2048
+"""Earlier rows taken at a time: the kernel's own results are never larger."""
+
+
+class _SplitAttention(Function):
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        own, earlier, groups = _own(query, key, value), _earlier(query, key, value), query.shape[2] // key.shape[2]
+        output, joint = forward(*own, is_causal=True, scale=scale)
+        for part in earlier:
+            more, its_own = forward(*part[1:], scale=scale)
+            more = rearrange(more, "b h (g t) d -> b (h g) t d", g=groups)
+            its_own = rearrange(its_own, "b h (g t) -> b (h g) t", g=groups)
+            before, joint = joint, torch.logaddexp(joint, its_own)
+            output = output * torch.exp(before - joint)[..., None] + more * torch.exp(its_own - joint)[..., None]
+        return rearrange(output.to(query.dtype), "b h t d -> b t h d"), joint
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, ctx.scale = inputs
+        ctx.save_for_backward(query, key, value, *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, output, joint = ctx.saved_tensors
+        groups, num_queries = query.shape[2] // key.shape[2], query.shape[1]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        spread, gather = "b t h d -> b h t d", "b h t d -> b t h d"
+        dquery, *downs = backward(
+            rearrange(cotangent, spread),
+            *_own(query, key, value),
+            rearrange(output, spread),
+            joint,
+            0.0,
+            True,
+            scale=ctx.scale,
+        )
+        dquery = rearrange(dquery, gather)
+        dkey, dvalue = (torch.empty_like(whole) for whole in (key, value))
+        for whole, down in zip((dkey, dvalue), downs, strict=True):
+            whole[:, -num_queries:] = rearrange(down, "b (h g) t d -> b t h g d", g=groups).sum(3)
+        fold = "b t (h g) d -> b h (g t) d"
+        folded = [rearrange(part, fold, g=groups) for part in (cotangent, output)]
+        joint = rearrange(joint, "b (h g) t -> b h (g t)", g=groups)
+        for rows, *part in _earlier(query, key, value):
+            dq, dk, dv = backward(folded[0], *part, folded[1], joint, 0.0, False, scale=ctx.scale)
+            dquery = dquery + rearrange(dq, "b h (g t) d -> b t (h g) d", t=num_queries)
+            dkey[:, rows], dvalue[:, rows] = rearrange(dk, gather), rearrange(dv, gather)
+        return dquery, dkey, dvalue, None
+
+
+def _earlier(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yields blocks of the rows before the chunk: (their places, queries, keys, values).
+
+    The queries of a group become further rows of one head, so that keys and values are never repeated.
+    """
+    before = key.shape[1] - query.shape[1]
+    q = rearrange(query, "b t (h g) d -> b h (g t) d", h=key.shape[2])
+    for start in range(0, before, KEYS):
+        places = slice(start, min(start + KEYS, before))
+        k, v = (rearrange(part[:, places], "b t h d -> b h t d") for part in (key, value))
+        yield places, q, k, v
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (queries, keys, values) of the chunk's own rows, a key head for each query head."""
+    before, groups = key.shape[1] - query.shape[1], query.shape[2] // key.shape[2]
+    k, v = (repeat(part[:, before:], "b t h d -> b (h g) t d", g=groups) for part in (key, value))
+    return rearrange(query, "b t h d -> b h t d"), k, v
