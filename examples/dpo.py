@@ -3,7 +3,8 @@
 A small decoder first sees the right answers of 80 of the 100 sums, for too few steps to know them. It then answers each
 a few times; every answer that the verifier finds wrong becomes the rejected half of a pair, with the right answer
 chosen. DPO (arXiv 2305.18290) widens the margin between the two, measured against the frozen policy that answered.
-The other 20 sums are held out. Takes under a minute on two cores: `python examples/dpo.py`.
+The other 20 sums are held out, and stay as hard: what is learnt is which answers to give to the sums asked, not to add.
+Takes under a minute on two cores: `python examples/dpo.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """GRPO on one-digit sums: a policy that is mostly wrong learns from a verifier's reward alone.
 
-A small decoder first sees the right answers of 60 of the 100 sums, for too few steps to know them. Then it samples
-groups of answers to those 60 and to 20 new sums; a verifier says which are right; GRPO (arXiv 2402.03300) makes an
-answer likelier where it did better than its group. Nobody ever shows the policy an answer to the new sums. The last 20
-sums are held out from both. Takes one to two minutes on two cores: `python examples/grpo.py`.
+A small decoder first sees the right answers of 60 of the 100 sums, for so few steps that half of what it samples there
+is wrong. Then it samples groups of answers to those 60 and to 20 new sums; a verifier says which are right; GRPO (arXiv
+2402.03300) makes an answer likelier where it did better than its group. Nobody ever shows the policy an answer to the
+new sums. The last 20 sums are held out from both, and show that what is learnt is mostly the sums asked, not to add.
+Takes one to two minutes on two cores: `python examples/grpo.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Options:
 
     seed: int = 0
     warm_up_steps: int = 60
-    rollouts: int = 60
+    rollouts: int = 45
     prompts: int = 20
     """Prompts of a rollout."""
     group: int = 16
