@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rpfunc.models import decoder
-from rpfunc.models.decoder import DecoderConfig
 from torch.utils.checkpoint import checkpoint
 
 from rpfunc import Batch, memory, plan, random, tree, value_and_grad
+from rpfunc.models import decoder
+from rpfunc.models.decoder import DecoderConfig
 from rpfunc.objectives import sft
 
 MIB = 2**20

@@ -12,10 +12,10 @@ from functools import reduce
 from typing import Any
 
 import torch
-from rpfunc.models.decoder import DecoderConfig
 from torch import Tensor
 
 from rpfunc import Batch, Model, Plan, State, StepResult, optim, random, train_steps
+from rpfunc.models.decoder import DecoderConfig
 from rpfunc.objectives import IGNORED, sft
 
 CONFIG = DecoderConfig(

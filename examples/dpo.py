@@ -15,10 +15,10 @@ from typing import Any
 
 import arithmetic
 import torch
-from rpfunc.models import decoder
 from torch import Tensor
 
 from rpfunc import Batch, State, logprobs, optim, random, train_steps
+from rpfunc.models import decoder
 from rpfunc.objectives import dpo
 from rpfunc.runtime import Cpu
 

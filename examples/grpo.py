@@ -15,10 +15,10 @@ from typing import Any
 
 import arithmetic
 import torch
-from rpfunc.models import decoder
 from torch import Tensor
 
 from rpfunc import Batch, Runtime, State, logprobs, optim, random, train_steps
+from rpfunc.models import decoder
 from rpfunc.objectives import grpo
 from rpfunc.runtime import Cpu
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rpfunc import tree
+from rpfunc.errors import ModelError
 from rpfunc.model import Flat, accumulator_dtype
 
 
@@ -46,6 +47,9 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
         # torch.func has pytrees of its own, in which None is a leaf: it gets flat tuples only
         every_leaf, structure = tree.flatten(output)
         structures.append(structure)
+        odd = [path for path, leaf in zip(tree.paths(output), every_leaf, strict=True) if not isinstance(leaf, Tensor)]
+        if odd:
+            raise ModelError(f"layer: leaf {odd[0] or 'output'} of what it returns is no tensor; make it one")
         # torch.func.vjp needs an output to differentiate, even where all are integers
         return floating(output)[0] or (torch.zeros(()),), tuple(every_leaf)
 

@@ -13,8 +13,8 @@ from rpfunc.stream.flat import floating, rows, write
 class Memory(Protocol):
     """What the chunks of one layer leave for each other: filled from first to last, differentiated backwards."""
 
-    def past(self, start: int) -> Any:
-        """Returns what the chunk at row `start` reads; None before the first."""
+    def past(self, start: int, stop: int | None = None) -> Any:
+        """Returns what the chunk at row `start` reads of earlier rows (with `stop`, of its own too); None for none."""
 
     def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
         """Keeps what the chunk of rows start to stop left."""
@@ -22,8 +22,8 @@ class Memory(Protocol):
     def cotangent(self, start: int, stop: int) -> Flat | None:
         """Returns the cotangent of what that chunk left, once all later chunks have been received; None for zero."""
 
-    def receive(self, cotangent: Flat, start: int) -> None:
-        """Takes the cotangent of what the chunk at row `start` read; it is donated."""
+    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
+        """Takes the cotangent of what `past(start, stop)` has given; it is donated."""
 
 
 class StateMemory:
@@ -33,8 +33,9 @@ class StateMemory:
         self._states: dict[int, Any] = {}
         self._cotangents: dict[int, Flat] = {}
 
-    def past(self, start: int) -> Any:
+    def past(self, start: int, stop: int | None = None) -> Any:
         """Returns the state at row `start`."""
+        del stop
         return self._states.get(start)
 
     def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
@@ -47,8 +48,9 @@ class StateMemory:
         del start
         return self._cotangents.pop(stop, None)
 
-    def receive(self, cotangent: Flat, start: int) -> None:
+    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
         """Takes the cotangent of the state at row `start`, which no one needs any more."""
+        del stop
         self._cotangents[start] = cotangent
         self._states.pop(start, None)
 

@@ -66,6 +66,8 @@ def train_steps(
     step count; one whose gradient is not finite neither, or raises GradientError with nonfinite="raise". With `donate`
     the update overwrites the state it was given: a yielded state is good until the next one is asked for. The other
     arguments are those of `value_and_grad`.
+    The next batch is asked for before a state is yielded: batches that depend on the newest state (rollouts) want one
+    call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says.
     """

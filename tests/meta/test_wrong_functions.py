@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from precedence import violations
-from rpfunc.models import mlp
 
 from rpfunc import Batch, Model, Plan, random, reference, tree, value_and_grad
 from rpfunc.errors import PlanError
+from rpfunc.models import mlp
 from rpfunc.objectives import sft
 from rpfunc.schedule import Task, dependencies
 from rpfunc.testing import assert_close, assert_computes, assert_equal, assert_equal_bits, exact, gradient_error

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import dense
-from rpfunc.models import decoder, mlp
 
 from rpfunc import Batch, Layer, Model, random, reference, tree
+from rpfunc.models import decoder, mlp
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import attend, attending, rowwise
 from rpfunc.testing import assert_close

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rpfunc.models import decoder, mlp
 
 from rpfunc import Batch, Cpu, Runtime, random, value_and_grad
+from rpfunc.models import decoder, mlp
 from rpfunc.objectives import sft
 from rpfunc.testing import assert_equal_bits, strategies
 

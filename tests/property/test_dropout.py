@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rpfunc.models import decoder
 
 from rpfunc import Batch, Layer, Model, Plan, random, value_and_grad
+from rpfunc.models import decoder
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import opaque, rowwise
 from rpfunc.testing import assert_computes, assert_equal_bits, strategies

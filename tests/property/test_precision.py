@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from rpfunc.models import decoder
 
 from rpfunc import Batch, Layer, Model, Plan, random, reference, tree, value_and_grad
+from rpfunc.models import decoder
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import attending, rowwise
 from rpfunc.testing import assert_computes, gradient_error

@@ -37,11 +37,11 @@ def test_every_window_can_be_drawn():
 def test_texts_that_cannot_serve_are_refused(tmp_path):
     short = tmp_path / "short"
     short.write_bytes(b"abc")
-    with pytest.raises(OptionsError, match="has 3 bytes, one row of data.rows needs 4"):
+    with pytest.raises(OptionsError, match=r"has 3 bytes, one row of data\.rows needs 4"):
         read_bytes(short, 4)
-    with pytest.raises(OptionsError, match="cannot read .*: No such file"):
+    with pytest.raises(OptionsError, match=r"cannot read .*: No such file"):
         read_bytes(tmp_path / "none", 4)
-    with pytest.raises(OptionsError, match="cannot read .*: Is a directory"):
+    with pytest.raises(OptionsError, match=r"cannot read .*: Is a directory"):
         read_bytes(tmp_path, 4)
     with pytest.raises(OptionsError, match="leaves 5 bytes to train on and 5 held"):
         split_held_out(torch.zeros(10, dtype=torch.uint8), 0.5, 6)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from rpfunc.models import decoder
 
 from rpfunc import Batch, Layer, random
 from rpfunc.errors import OptionsError
+from rpfunc.models import decoder
 from rpfunc.stream import attend, attending, opaque, recurrent, rowwise
 from rpfunc.testing import assert_streams
 

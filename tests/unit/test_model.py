@@ -1,9 +1,9 @@
 import pytest
 import torch
-from rpfunc.models import decoder, mlp
 
 from rpfunc import Batch, Layer, Model, random, value_and_grad
 from rpfunc.errors import ModelError
+from rpfunc.models import decoder, mlp
 from rpfunc.stream import rowwise
 from rpfunc.testing import exact
 
