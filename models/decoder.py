@@ -23,21 +23,34 @@ from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model
 from rpfunc.stream import attend, attending, rowwise
 
+DEVIATION = 0.02
+"""Of initial weights."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a decoder. Raises ModelError listing every value that cannot work."""
 
     vocabulary: int = 256
+    """Different tokens."""
     width: int = 128
+    """Of the residual stream."""
     layers: int = 4
+    """Blocks of attention and MLP."""
     heads: int = 4
+    """Query heads."""
     kv_heads: int = 2
+    """Key and value heads; each serves heads / kv_heads query heads."""
     head_size: int = 32
+    """Of a query, key or value; even."""
     mlp_width: int = 384
+    """Of the MLP's hidden layer."""
     rope_theta: float = 10_000.0
+    """Base of the rotary positions' wavelengths."""
     norm_epsilon: float = 1e-5
+    """Added to the mean square in every norm."""
     qk_norm: bool = False
+    """Norms on each query and key head (as in Qwen3)."""
     bias: bool = False
     """Biases on the query, key and value projections (as in Qwen2)."""
     tied: bool = True
@@ -54,6 +67,9 @@ class DecoderConfig:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
         if self.head_size % 2:
             problems.append(f"head_size is {self.head_size}, rotary positions need it even")
+        for name in ("rope_theta", "norm_epsilon"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                problems.append(f"{name} is {getattr(self, name)}, it must be positive and finite")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, it must be at least 0 and below 1")
         if problems:
@@ -72,15 +88,15 @@ def model(config: DecoderConfig) -> Model:
 
 
 def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Returns parameters: weights (out, in) normal with variance 1 / in, those that write into the residual stream
-    smaller by sqrt(2 layers) (GPT-2), embedding and head of deviation 0.02; norms 1, biases 0.
+    """Returns parameters: weights (out, in) normal of deviation 0.02, those that write into the residual stream smaller
+    by sqrt(2 layers); norms 1, biases 0. Source: GPT-2's initialisation.
     """
     kv_width, q_width = config.kv_heads * config.head_size, config.heads * config.head_size
     residual = 1 / math.sqrt(2 * config.layers)
 
     def weight(name: str, out: int, inputs: int, scale: float = 1.0) -> Tensor:
         drawn = random.normal(random.fold_in(key, name), (out, inputs), torch.float64)
-        return (drawn * (scale / math.sqrt(inputs))).to(dtype)
+        return (drawn * (DEVIATION * scale)).to(dtype)
 
     def block(name: str) -> dict[str, Any]:
         attention = {
@@ -104,7 +120,7 @@ def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.floa
         return {"attention": attention, "mlp": mlp}
 
     def table(name: str) -> Tensor:
-        return weight(name, config.vocabulary, config.width, 0.02 * math.sqrt(config.width))
+        return weight(name, config.vocabulary, config.width)
 
     params: dict[str, Any] = {"embedding": table("embedding"), "norm": torch.ones(config.width, dtype=dtype)}
     params |= {f"block{i}": block(f"block{i}") for i in range(config.layers)}

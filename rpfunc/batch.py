@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
+
 from rpfunc import tree
 from rpfunc.errors import BatchError
 
@@ -43,6 +45,13 @@ class Batch:
         sizes = [(f"row.{path}", leaf, 1) for path, leaf in _named(self.row)]
         sizes += [(f"example.{path}", leaf, 1) for path, leaf in _named(self.example)]
         sizes += [(f"group.{path}", leaf, self.group_size) for path, leaf in _named(self.group)]
+        odd = [
+            f"{name} is a {type(leaf).__name__}, needs a tensor"
+            for name, leaf, _ in sizes
+            if not isinstance(leaf, Tensor)
+        ]
+        if odd:
+            raise BatchError.listing("batch", odd)
         flat = [name for name, leaf, _ in sizes if leaf.dim() < (2 if name.startswith("row.") else 1)]
         if flat:
             raise BatchError.listing(
@@ -79,11 +88,15 @@ class Batch:
         raise BatchError("batch: has no row leaf, so its number of rows is unknown")
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Returns the piece with rows start to stop (views, no copy)."""
+        """Returns the piece with rows start to stop (views, no copy). Raises BatchError if it has no such rows."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise BatchError(f"batch: has rows 0 to {self.num_rows}, not {start} to {stop}")
         return replace(self, row=tree.map(lambda leaf: leaf[:, start:stop], self.row), first_row=self.first_row + start)
 
     def examples(self, start: int, stop: int) -> Batch:
         """Returns the piece with examples start to stop (views, no copy). Raises BatchError if that cuts a group."""
+        if not 0 <= start <= stop <= self.num_examples:
+            raise BatchError(f"batch: has examples 0 to {self.num_examples}, not {start} to {stop}")
         if start % self.group_size or stop % self.group_size:
             raise BatchError(f"batch: examples {start} to {stop} cut a group of {self.group_size} examples")
         groups = slice(start // self.group_size, stop // self.group_size)

@@ -85,6 +85,11 @@ class Model:
             for found in layer.subtrees
             if not isinstance(found, str)
         ]
+        problems += [
+            f"layer {layer.name!r} has a {type(layer.form).__name__} as its form, needs one such as rowwise(function)"
+            for layer in self.layers
+            if not hasattr(layer.form, "full")
+        ]
         if not self.layers:
             problems.append("has no layer, needs at least one")
         if problems:

@@ -65,7 +65,11 @@ def paths(tree: Tree) -> list[str]:
     >>> paths({"block": {"up": 1, "down": 2}, "norm": [3]})
     ['block.down', 'block.up', 'norm.0']
     """
-    return [".".join(str(part) for part in path) for path in optree.tree_paths(tree)]
+    found = [".".join(str(part) for part in path) for path in optree.tree_paths(tree)]
+    if len(set(found)) < len(found):
+        twice = next(path for path in found if found.count(path) > 1)
+        raise TreeError(f"two leaves have the path {twice!r}: a key must not have a dot where that makes them one")
+    return found
 
 
 Mask = Tree | Callable[[str, Any], bool]
@@ -83,7 +87,7 @@ def selector(mask: Mask) -> Callable[[str, Any], bool]:
     (True, False)
     """
     if callable(mask):
-        return mask
+        return _boolean(mask)
     choices = dict(zip(paths(mask), leaves(mask), strict=True))
     wrong = [f"{path or 'the mask'} is {value!r}" for path, value in choices.items() if not isinstance(value, bool)]
     if wrong:
@@ -100,15 +104,41 @@ def selector(mask: Mask) -> Callable[[str, Any], bool]:
     return selects
 
 
+def _boolean(mask: Callable[[str, Any], Any]) -> Callable[[str, Any], bool]:
+    def selects(path: str, leaf: Any) -> bool:
+        choice = mask(path, leaf)
+        if not isinstance(choice, bool):
+            raise TreeError(f"the mask gives {choice!r} for {path}, needs True or False")
+        return choice
+
+    return selects
+
+
+def choices(tree: Tree, mask: Mask) -> list[bool]:
+    """Returns what the mask says of each leaf, in leaf order.
+
+    Raises TreeError if it says nothing of a leaf, or something of a place that the tree does not have.
+    """
+    selects, known = selector(mask), paths(tree)
+    if not callable(mask):
+        unknown = [
+            f"the tree has nothing at {place!r}"
+            for place in paths(mask)
+            if place and not any(path == place or path.startswith(f"{place}.") for path in known)
+        ]
+        if unknown:
+            raise TreeError.listing("mask", unknown)
+    return [selects(path, leaf) for path, leaf in zip(known, leaves(tree), strict=True)]
+
+
 def partition(tree: Tree, mask: Mask) -> tuple[Tree, Tree]:
     """Returns (the leaves that the mask selects, the others), each with None, an empty tree, in the other's places.
 
     >>> partition({"a": 1, "b": 2}, {"a": True, "b": False})
     ({'a': 1, 'b': None}, {'a': None, 'b': 2})
     """
-    selects = selector(mask)
     found, structure = flatten(tree)
-    chosen = [selects(path, leaf) for path, leaf in zip(paths(tree), found, strict=True)]
+    chosen = choices(tree, mask)
     left, right = (
         [leaf if yes == wanted else None for leaf, yes in zip(found, chosen, strict=True)] for wanted in (True, False)
     )

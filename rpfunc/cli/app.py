@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ BAD_INPUT = 2
 """Exit code for options, files or folders that cannot work."""
 
 
-def build_app(console: Console, config: Sequence[Dict] = ()) -> App:
-    """Returns the commands; `config` gives `train`'s options, below the flags."""
+def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Path] = ()) -> App:
+    """Returns the commands; `config`, from the files `loaded`, gives `train`'s options, below the flags."""
     app = App(name="rpfunc", help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.")
 
     @app.command(config=config)
@@ -44,12 +45,14 @@ def build_app(console: Console, config: Sequence[Dict] = ()) -> App:
         config
             TOML file of options; flags win over it.
         out
-            Folder for the run; it must not exist. Default: runs/ and the name of the config.
+            Folder for the run; it must not exist. Default: runs/ and the name of the config, with -2, -3 ... if taken.
         resume
             Folder of a run to continue from its last checkpoint, with its own options.
-        options
-            What the run depends on.
         """
+        if config is not None and config not in loaded:
+            raise OptionsError(
+                f"config: {config} must be a .toml file and come first, as in `rpfunc train {config.stem}.toml`"
+            )
         if resume is None:
             return train_run(console, options, config, out)
         if config is not None or out is not None or options != TrainOptions():
@@ -75,7 +78,7 @@ def build_app(console: Console, config: Sequence[Dict] = ()) -> App:
         """
         setting, folder = read_model(run)
         params = checkpoint.load(folder.checkpoint, setting.initial_state()).params
-        start = prompt.encode()
+        start = prompt.encode(errors="surrogateescape")
         rows = setting.options.data.rows
         written = bytes(
             sample(setting.model, params, start, length, rows=rows, key=random.key(seed), temperature=temperature)
@@ -104,11 +107,14 @@ def read_config(path: Path) -> Dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 2 for bad input in one clear message, 130 after Ctrl-C."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may write any letter, a terminal may know few
     console, errors = Console(), Console(stderr=True)
     # The config file is an argument of `train`, and its values are defaults of the other arguments.
     files = [Path(token) for token in tokens[1:2] if token.endswith(".toml")]
     try:
-        app = build_app(console, [read_config(path) for path in files])
+        app = build_app(console, [read_config(path) for path in files], files)
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except (RpfuncError, CycloptsError) as error:

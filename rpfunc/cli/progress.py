@@ -26,7 +26,7 @@ def show_progress(console: Console, start: int, steps: int) -> Iterator[Report]:
         TextColumn("left"),
     )
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("train", total=steps, completed=start, figures="starting")
+        bar = progress.add_task("train", total=steps, completed=start, figures="evaluating")
 
         def report(record: Mapping[str, Any]) -> None:
             if HELD_OUT in record:

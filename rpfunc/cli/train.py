@@ -15,6 +15,7 @@ from rich.console import Console
 from rpfunc import random
 from rpfunc.cli.progress import show_progress
 from rpfunc.errors import OptionsError
+from rpfunc.runtime import State
 from rpfunc.schedule import draw
 from rpfunc.train.folder import RunFolder
 from rpfunc.train.loop import DRAWN_STEPS, Outcome, Setting, prepare, restore, run
@@ -28,18 +29,25 @@ INTERRUPTED = 130
 
 def train_run(console: Console, options: TrainOptions, config: Path | None, out: Path | None) -> int:
     """Starts a run; returns the exit code."""
-    text = (config.parent if config else Path()) / options.data.text
-    options = replace(options, data=replace(options.data, text=str(text.absolute())))
+    if options.data.text:
+        text = (config.parent if config else Path()) / options.data.text
+        options = replace(options, data=replace(options.data, text=str(text.absolute())))
     setting = prepare(options)
+    state = setting.initial_state()  # before anything is written: a model too large fails here
     folder = RunFolder(out or _free_folder(Path("runs"), config.stem if config else "run"))
     folder.create(options)
-    return _run(console, setting, folder, resume=False)
+    console.print(f"writing to {folder.path}", highlight=False)
+    return _run(console, setting, folder, state)
 
 
 def resume_run(console: Console, path: Path) -> int:
     """Continues a run from its last checkpoint; returns the exit code."""
     folder = RunFolder(path)
-    return _run(console, prepare(folder.read_options()), folder, resume=True)
+    setting = prepare(folder.read_options())
+    state = restore(setting, folder)
+    folder.rewind(state.step)
+    console.print(f"continuing {folder.path} after step {state.step} of {setting.options.steps}", highlight=False)
+    return _run(console, setting, folder, state)
 
 
 def _free_folder(parent: Path, stem: str) -> Path:
@@ -48,14 +56,8 @@ def _free_folder(parent: Path, stem: str) -> Path:
     return next(parent / name for name in names if not (parent / name).exists())
 
 
-def _run(console: Console, setting: Setting, folder: RunFolder, *, resume: bool) -> int:
+def _run(console: Console, setting: Setting, folder: RunFolder, state: State) -> int:
     options = setting.options
-    if resume:
-        state = restore(setting, folder)
-        folder.rewind(state.step)
-        console.print(f"continuing {folder.path} after step {state.step} of {options.steps}")
-    else:
-        state = setting.initial_state()
     with _interruptible() as stop, show_progress(console, state.step, options.steps) as report:
         outcome = run(setting, state, folder, report, stop)
     if outcome.interrupted:

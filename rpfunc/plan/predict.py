@@ -65,7 +65,8 @@ def memory(
             grads: Any = {}
             for piece in pieces:
                 _, _, grads = stage_fused(model.layers, objective, params, (), piece, total, how, grads)
-            return live.peak_bytes
+            peak_bytes: int = live.peak_bytes
+            return peak_bytes
 
 
 def max_sequence(
@@ -100,11 +101,11 @@ def max_sequence(
     return low
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages that operations make: how many bytes are live now, and were at most."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()

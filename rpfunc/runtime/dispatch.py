@@ -29,6 +29,8 @@ class Dispatch:
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._working = len(schedule.workers)
+        # autocast belongs to a thread: workers take the caller's over
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         runtime.submit([partial(self._work, worker) for worker in range(len(schedule.workers))])
 
     def wait(self) -> Timeline:
@@ -62,8 +64,9 @@ class Dispatch:
                     return
                 start_s = time.perf_counter()
                 try:
-                    with torch.no_grad():  # gradients come from torch.func.vjp alone
-                        self._run(task)
+                    enabled, dtype = self._autocast
+                    with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=enabled):
+                        self._run(task)  # gradients come from torch.func.vjp alone
                 except BaseException as error:
                     span = self._plan.span(task.kind, task.stage)
                     error.add_note(

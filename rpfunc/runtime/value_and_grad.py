@@ -52,7 +52,7 @@ def value_and_grad(
     model: Model,
     objective: Objective,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     workers: Workers = None,
     microbatches: int = 1,
     chunk: int | None = None,
@@ -63,8 +63,8 @@ def value_and_grad(
 ) -> ValueAndGrad:
     """Returns fn(params, batch) -> (result, grads): the exact gradient of the objective's loss over the whole batch.
 
-    plan          how layers are grouped into stages; None: everything fused on one worker, else `plan.partition` of
-                  the layers' FLOPs
+    plan          how layers are grouped into stages, also as text ("F0:4 X4:6 B0:2 B2:4"); None: everything fused on
+                  one worker, else `plan.partition` of the layers' FLOPs, counted anew in each call
     workers       a number, specs such as [Cpu(threads=2)], a `Runtime` to reuse, or None: the caller's thread
     microbatches  runs of examples that go through the stages one by one; fewer where the batch has fewer examples
     chunk         rows worked on at a time by layers that stream; None: whole rows
@@ -80,15 +80,8 @@ def value_and_grad(
     Raises ModelError, BatchError, PlanError or OptionsError; an error inside a layer is raised as it is, with the
     task named in a note.
     """
-    job = Job(
-        model,
-        objective,
-        plan,
-        microbatches,
-        Streaming(chunk, head_chunk, order),
-        recompute,
-        frozen,
-    )
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    job = Job(model, objective, chosen, microbatches, Streaming(chunk, head_chunk, order), recompute, frozen)
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:
         with open_runtime(workers) as runtime:
@@ -127,7 +120,13 @@ class Job:
 
     def __post_init__(self) -> None:
         problems = self.streaming.problems()
-        if self.microbatches < 1:
+        kinds = {"model": (self.model, Model), "objective": (self.objective, Objective)}
+        problems += [
+            f"{name} is a {type(found).__name__}, needs {kind.__name__} (a function such as sft must be called)"
+            for name, (found, kind) in kinds.items()
+            if not isinstance(found, kind)
+        ]
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
             problems.insert(0, f"microbatches is {self.microbatches}, it must be at least 1")
         if self.streaming.order == "chunk" and not self.recompute:
             problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
@@ -143,6 +142,8 @@ def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tenso
     """Starts one gradient computation and advances the runtime's cursor by its slots."""
     model, objective = job.model, job.objective
     model.check(params)
+    if not isinstance(batch, Batch):
+        raise BatchError(f"batch: is a {type(batch).__name__}, needs a Batch, as in Batch(row={{'tokens': tokens}})")
     prepared = objective.prepare(batch)
     total = objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
     if not bool(torch.isfinite(total)):
@@ -172,6 +173,10 @@ def open_runtime(workers: Workers) -> Iterator[Runtime]:
     if isinstance(workers, Runtime):
         yield workers
         return
+    if not isinstance(workers, int | Sequence | None) or isinstance(workers, str | bool):
+        raise OptionsError(
+            f"workers: found {workers!r}, needs a number, specs such as [Cpu(threads=2)], a Runtime or None"
+        )
     if isinstance(workers, int):
         if workers < 1:
             raise OptionsError(f"workers: found {workers}, it must be at least 1 (or None for the caller's thread)")

@@ -13,6 +13,9 @@ import torch
 
 from rpfunc.errors import OptionsError
 
+MOST_THREADS = 4096
+"""More intra-op threads than this no machine has."""
+
 
 @dataclass(frozen=True)
 class Cpu:
@@ -21,8 +24,9 @@ class Cpu:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise OptionsError(f"worker: threads is {self.threads}, it must be at least 1")
+        if not isinstance(self.threads, int) or not 1 <= self.threads <= MOST_THREADS:
+            bound = f"at most {MOST_THREADS}" if isinstance(self.threads, int) and self.threads > 0 else "at least 1"
+            raise OptionsError(f"worker: threads is {self.threads}, it must be {bound}")
 
 
 _INTRA_OP_THREADS = threading.Lock()
@@ -41,6 +45,9 @@ class Runtime:
 
     def __init__(self, workers: Sequence[Cpu] = ()) -> None:
         self.workers = tuple(workers)
+        odd = [worker for worker in self.workers if not isinstance(worker, Cpu)]
+        if odd:
+            raise OptionsError(f"runtime: {odd[0]!r} is no worker, needs specs such as [Cpu(threads=1)]")
         self.num_workers = max(1, len(self.workers))
         self.cursor = 0
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
@@ -70,11 +77,12 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for jobs in self._queues:
-            jobs.put(None)
-        for thread in self._threads:
+        with self._submitting:  # what is submitted from now on is refused, not lost
+            for jobs in self._queues:
+                jobs.put(None)
+            threads, self._queues, self._threads = self._threads, [], []
+        for thread in threads:
             thread.join()
-        self._queues, self._threads = [], []
 
     def submit(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Gives each worker its job, to be run after those it has. Jobs must not raise.
@@ -85,9 +93,13 @@ class Runtime:
         if not self.workers:
             jobs[0]()
             return
-        if not self._threads:
-            raise OptionsError("runtime: its threads live in a `with` block only: `with Runtime(workers) as runtime:`")
+        if threading.current_thread() in self._threads:
+            raise OptionsError("runtime: one of its own tasks calls it, and would wait for itself; use another Runtime")
         with self._submitting:
+            if not self._threads:
+                raise OptionsError(
+                    "runtime: its threads live in a `with` block only: `with Runtime(workers) as runtime:`"
+                )
             for inbox, job in zip(self._queues, jobs, strict=True):
                 inbox.put(job)
 

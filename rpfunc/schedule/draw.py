@@ -33,7 +33,7 @@ def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
     axes.invert_yaxis()
     axes.margins(x=0)
     axes.set_xlabel("time (ms)")
-    axes.set_title(f"{title}   bubble {timeline.bubble:.1%}".strip(), loc="left")
+    axes.set_title(f"{title}   idle {timeline.bubble:.0%} of the workers' time".strip(), loc="left")
     kinds = sorted({event.task.kind for event in timeline.events}, key=list(COLOURS).index)
     handles = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in kinds]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)

@@ -84,8 +84,9 @@ class Attending(Stepping):
             memory.receive(own(dseen, foreign=cotangent + dx), start, stop)
             del dparams, dseen
             _, pull_kv = vjp(lambda params, x: self.kv(params, x, batch), params, x)
-            dparams, dx_through_kv = pull_kv(memory.cotangent(start, stop) or ())
-            grads = accumulate(grads, dparams, foreign=dx_through_kv)
+            dleft = memory.cotangent(start, stop) or ()
+            dparams, dx_through_kv = pull_kv(dleft)
+            grads = accumulate(grads, dparams, foreign=dleft + dx_through_kv)
             return tuple(a + b for a, b in zip(dx, dx_through_kv, strict=True)), grads
 
         return output, pullback

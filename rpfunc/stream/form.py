@@ -95,7 +95,8 @@ class Stepping(ABC):
             if dleft is None:
                 dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)
             dparams, dx, dpast = pull(cotangent + dleft)
-            memory.receive(own(dpast, foreign=cotangent + dx), start)
-            return dx, accumulate(grads, dparams, foreign=cotangent + dx)
+            dpast = own(dpast, foreign=cotangent + dleft + dx)
+            memory.receive(dpast, start)
+            return dx, accumulate(grads, dparams, foreign=cotangent + dleft + dx + dpast)
 
         return output, pullback

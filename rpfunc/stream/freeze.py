@@ -23,12 +23,9 @@ def freeze(model: Model, params: Params, frozen: tree.Mask) -> tuple[Model, Para
 
     Raises TreeError if the mask has something else than booleans, or says nothing of a leaf.
     """
-    selects = tree.selector(frozen)
     leaves, structure = tree.flatten(dict(params))
-    marked = [
-        Frozen(leaf) if selects(path, leaf) else leaf
-        for path, leaf in zip(tree.paths(dict(params)), leaves, strict=True)
-    ]
+    chosen = tree.choices(dict(params), frozen)
+    marked = [Frozen(leaf) if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]
     layers = tuple(replace(layer, form=layer.form.precompose(_thaw)) for layer in model.layers)
     return Model(layers), tree.unflatten(structure, marked)
 

@@ -51,13 +51,14 @@ def head_vjp(
             return objective.score(layer.form.full(params, x, piece), piece)
 
         scores, pull = vjp(score, selected, x_rows)
+        # shared with later chunks: whatever comes to lie in its memory is copied
         cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
         dparams, dx_rows = pull((cotangent,))
         sums = _sum(scores) if sums is None else sums + _sum(scores)
-        grads = accumulate(grads, dparams, foreign=dx_rows)
+        grads = accumulate(grads, dparams, foreign=(*dx_rows, cotangent))
+        dx = own(dx_rows, foreign=(cotangent,)) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
         # not held while the next chunk's are computed: each is as large as the head
         del scores, pull, cotangent, dparams
-        dx = own(dx_rows) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
     assert sums is not None
     return sums, dx or (), grads or ()
 

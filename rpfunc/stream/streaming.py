@@ -39,7 +39,7 @@ class Streaming:
         problems = [
             f"{name} is {size}, it must be at least 1 row (or None for whole rows)"
             for name, size in sizes.items()
-            if size is not None and size < 1
+            if size is not None and (not isinstance(size, int) or size < 1)
         ]
         if self.order not in ("layer", "chunk"):
             problems.append(f"order is {self.order!r}, it must be 'layer' or 'chunk'")

@@ -28,9 +28,13 @@ def save(path: Path, state: State, notes: Mapping[str, str] | None = None) -> No
     tensors = dict(zip(tree.paths(trees), (leaf.detach().cpu() for leaf in tree.leaves(trees)), strict=True))
     unshared = {name: leaf.clone(memory_format=torch.contiguous_format) for name, leaf in tensors.items()}
     beside = path.with_name(path.name + ".partial")
-    save_file(unshared, beside, metadata={**(notes or {}), "format": FORMAT, "step": str(state.step)})
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
+    try:
+        save_file(unshared, beside, metadata={**(notes or {}), "format": FORMAT, "step": str(state.step)})
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"checkpoint {path}: cannot be written ({error}); the one before it is whole") from error
+    beside.chmod(0o644)
     beside.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

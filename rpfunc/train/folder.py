@@ -61,8 +61,13 @@ class RunFolder:
     def records(self) -> Iterator[dict[str, Any]]:
         """Yields the metrics' lines; a last one that was cut short is left out."""
         if self.metrics.exists():
-            for line in self.metrics.read_text().split("\n")[:-1]:
-                yield json.loads(line)
+            try:
+                records = [json.loads(line) for line in self.metrics.read_text().split("\n")[:-1]]
+                if not all(isinstance(record.get("step"), int) for record in records):
+                    raise ValueError("a line has no step")
+            except (ValueError, AttributeError) as error:
+                raise OptionsError(f"run {self.path}: {self.metrics.name} cannot be read: {error}") from error
+            yield from records
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps after `step`: a resumed run does those again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import deque
@@ -76,6 +77,7 @@ def prepare(options: TrainOptions) -> Setting:
     text = read_bytes(Path(options.data.text), options.data.rows)
     training, held_out = split_held_out(text, options.data.held_out, options.data.rows)
     digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    build_optimizer(options)  # refuses what cannot work
     notes = {"options": msgspec.json.encode(options).decode(), "text_sha256": digest}
     return Setting(options, training, held_out_batch(held_out, options.data.rows), notes)
 
@@ -87,7 +89,19 @@ def restore(setting: Setting, folder: RunFolder) -> State:
         raise CheckpointError(
             f"checkpoint {folder.checkpoint}: {setting.options.data.text} is not the text that the run learnt"
         )
-    return checkpoint.load(folder.checkpoint, setting.initial_state())
+    state = checkpoint.load(folder.checkpoint, setting.initial_state())
+    began, now = (_without_text(json.loads(each["options"])) for each in (notes, setting.notes))
+    if began != now:
+        differing = sorted(name for name in began.keys() | now.keys() if began.get(name) != now.get(name))
+        raise CheckpointError(
+            f"checkpoint {folder.checkpoint}: was made with other options than {folder.options.name} has now: "
+            f"{', '.join(differing)}"
+        )
+    return state
+
+
+def _without_text(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "data": {**options["data"], "text": None}}  # it may move; its bytes are compared
 
 
 def run(
@@ -113,8 +127,9 @@ def run(
         held_out[state.step] = evaluate(state)
         write({"step": state.step, HELD_OUT: held_out[state.step]})
 
-    if state.step == 0 and 0 not in held_out:
+    if not held_out:
         look(state)
+    if state.step == 0:
         checkpoint.save(folder.checkpoint, state, setting.notes)
     steps = train_steps(
         state,

@@ -15,8 +15,8 @@ from rpfunc.plan import Plan
 class DataOptions:
     """Where the text is and how it is cut."""
 
-    text: str = "text.txt"
-    """File whose bytes are learnt; in a TOML file, relative to that file."""
+    text: str = ""
+    """File whose bytes are learnt; with a config, relative to its folder."""
     held_out: float = 0.1
     """Share of the text, at its end, that is never trained on."""
     examples: int = 16
@@ -34,7 +34,9 @@ class OptimizerOptions:
     warmup: int = 20
     """Steps of linear warm-up."""
     b1: float = 0.9
+    """Share that Adam's mean of gradients keeps."""
     b2: float = 0.95
+    """Share that Adam's mean of squared gradients keeps."""
     weight_decay: float = 0.1
     """On matrices only."""
     clip: float = 1.0
@@ -105,6 +107,8 @@ class TrainOptions:
             for name, found in positive.items()
             if not 0 < found < math.inf
         ]
+        if not data.text:
+            problems.append("data.text is not given: name a text file, or a TOML file that does")
         if self.model.vocabulary < 256:
             problems.append(f"model.vocabulary is {self.model.vocabulary}, bytes need at least 256")
         if problems:

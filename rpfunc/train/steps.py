@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.errors import GradientError
+from rpfunc.errors import GradientError, OptionsError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
 from rpfunc.optim import Transformation, global_norm, step, step_donated
@@ -20,6 +20,9 @@ from rpfunc.runtime.state import State
 from rpfunc.runtime.value_and_grad import Job, Running, Workers, choose_plan, open_runtime, start
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.streaming import Order, Streaming
+
+END: Any = object()
+"""What comes after the last batch."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def train_steps(
     model: Model,
     objective: Objective,
     optimizer: Transformation,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     workers: Workers = None,
     microbatches: int = 1,
     chunk: int | None = None,
@@ -71,8 +74,16 @@ def train_steps(
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says.
     """
+    problems = [] if nonfinite in ("skip", "raise") else [f"nonfinite is {nonfinite!r}, it must be 'skip' or 'raise'"]
+    if not isinstance(state, State):
+        problems.append(f"state is a {type(state).__name__}, needs a State (State.create(params, optimizer))")
+    if not isinstance(optimizer, Transformation):
+        problems.append(f"optimizer is a {type(optimizer).__name__}, needs one of rpfunc.optim")
+    if problems:
+        raise OptionsError.listing("options", problems)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     how = Streaming(chunk, head_chunk, order)
-    job = Job(model, objective, plan, microbatches, how, recompute, frozen)
+    job = Job(model, objective, chosen, microbatches, how, recompute, frozen)
     return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite)
 
 
@@ -89,8 +100,8 @@ def _steps(
 
         def begin(state: State) -> Running | None:
             nonlocal job
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, END)
+            if batch is END:
                 return None
             if job.plan is None:  # chosen once, for batches like the first
                 prepared = job.objective.prepare(batch)
