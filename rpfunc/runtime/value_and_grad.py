@@ -127,7 +127,7 @@ class Job:
             if not isinstance(found, kind)
         ]
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            problems.insert(0, f"microbatches is {self.microbatches}, it must be at least 1")
+            problems.insert(0, f"microbatches is {self.microbatches!r}, it must be at least 1")
         if self.streaming.order == "chunk" and not self.recompute:
             problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
         if problems:

@@ -37,7 +37,7 @@ class Streaming:
         """Returns, in words, what cannot work."""
         sizes = {"chunk": self.chunk, "head_chunk": self.head_chunk}
         problems = [
-            f"{name} is {size}, it must be at least 1 row (or None for whole rows)"
+            f"{name} is {size!r}, it must be at least 1 row (or None for whole rows)"
             for name, size in sizes.items()
             if size is not None and (not isinstance(size, int) or size < 1)
         ]
