@@ -22,6 +22,7 @@ CONFIG = DecoderConfig(
     vocabulary=64,  # digits, "+", "=" and newline are bytes below 64
     width=64,
     layers=2,
+    deviation=None,
     heads=4,
     kv_heads=2,
     head_size=16,

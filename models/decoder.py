@@ -23,9 +23,6 @@ from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model
 from rpfunc.stream import attend, attending, rowwise
 
-DEVIATION = 0.02
-"""Of initial weights."""
-
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -55,6 +52,8 @@ class DecoderConfig:
     """Biases on the query, key and value projections (as in Qwen2)."""
     tied: bool = True
     """The head is the embedding: one subtree, one gradient."""
+    deviation: float | None = 0.02
+    """Of initial weights (GPT-2); none: 1 / sqrt(inputs), which keeps every layer's outputs as large as its inputs."""
     dropout: float = 0.0
     """On the output of attention and MLP; active where the batch has a constant `key`."""
 
@@ -67,8 +66,8 @@ class DecoderConfig:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
         if self.head_size % 2:
             problems.append(f"head_size is {self.head_size}, rotary positions need it even")
-        for name in ("rope_theta", "norm_epsilon"):
-            if not 0.0 < getattr(self, name) < math.inf:
+        for name in ("rope_theta", "norm_epsilon", "deviation"):
+            if getattr(self, name) is not None and not 0.0 < getattr(self, name) < math.inf:
                 problems.append(f"{name} is {getattr(self, name)}, it must be positive and finite")
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, it must be at least 0 and below 1")
@@ -88,15 +87,16 @@ def model(config: DecoderConfig) -> Model:
 
 
 def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Returns parameters: weights (out, in) normal of deviation 0.02, those that write into the residual stream smaller
-    by sqrt(2 layers); norms 1, biases 0. Source: GPT-2's initialisation.
+    """Returns parameters: weights (out, in) normal of the config's deviation, those that write into the residual stream
+    smaller by sqrt(2 layers); embedding and head of deviation 0.02; norms 1, biases 0. Source: GPT-2's initialisation.
     """
     kv_width, q_width = config.kv_heads * config.head_size, config.heads * config.head_size
     residual = 1 / math.sqrt(2 * config.layers)
 
     def weight(name: str, out: int, inputs: int, scale: float = 1.0) -> Tensor:
         drawn = random.normal(random.fold_in(key, name), (out, inputs), torch.float64)
-        return (drawn * (DEVIATION * scale)).to(dtype)
+        deviation = 1 / math.sqrt(inputs) if config.deviation is None else config.deviation
+        return (drawn * (deviation * scale)).to(dtype)
 
     def block(name: str) -> dict[str, Any]:
         attention = {
@@ -120,7 +120,8 @@ def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.floa
         return {"attention": attention, "mlp": mlp}
 
     def table(name: str) -> Tensor:
-        return weight(name, config.vocabulary, config.width)
+        drawn = random.normal(random.fold_in(key, name), (config.vocabulary, config.width), torch.float64)
+        return (drawn * 0.02).to(dtype)
 
     params: dict[str, Any] = {"embedding": table("embedding"), "norm": torch.ones(config.width, dtype=dtype)}
     params |= {f"block{i}": block(f"block{i}") for i in range(config.layers)}

@@ -45,4 +45,6 @@ def test_backward_is_cut_three_times_as_often_as_forward():
 def test_costs_that_mean_nothing_are_refused(costs, workers):
     with pytest.raises(PlanError) as caught:
         partition(costs, workers)
-    assert str(caught.value) == f"partition: needs layer costs >= 0 and workers >= 1, found {costs} and {workers}"
+    assert (
+        str(caught.value) == f"partition: needs finite layer costs >= 0 and workers >= 1, found {costs} and {workers}"
+    )

@@ -100,5 +100,5 @@ def test_initial_decoder_parameters_are_what_the_model_reads(tied):
     assert ("head" in params) != tied
     weights = params["block0"]["attention"]["query"]
     assert weights.dtype == torch.float64
-    assert abs(weights.var() * 8 - 1) < 0.2
+    assert abs(weights.std() / config.deviation - 1) < 0.1
     assert not torch.equal(weights, params["block1"]["attention"]["query"])
