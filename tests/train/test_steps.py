@@ -217,3 +217,44 @@ def test_clipping_uses_the_norm_over_all_stages(cut):
     assert result.grad_norm == 5.0
     torch.testing.assert_close(state.params["a"], torch.tensor([-0.6, 0.0]))
     torch.testing.assert_close(state.params["b"], torch.tensor([0.0, -0.8]))
+
+
+@pytest.mark.parametrize("plan", ["X0:2", "F0:1 X1:2 B0:1"])
+@pytest.mark.parametrize("case", ["plain", "decay", "clip"])
+def test_a_shared_leaf_decays_once_and_enters_the_norm_once(plan, case):
+    """loss = Σ over 2 examples of E · E by two layers that read E = (1, 2, 3): gradient 4 E, norm 4 |E|."""
+
+    def last(p, x, batch):
+        return (x * p).sum(-1)
+
+    layers = (
+        Layer("first", rowwise(lambda p, x, batch: p * batch.row["one"]), "table"),
+        Layer("last", rowwise(last), "table"),
+    )
+    objective = Objective(
+        "sum",
+        lambda b: b,
+        lambda b: torch.ones((), dtype=torch.float64),
+        lambda out, b: out,
+        lambda sums, b, t: sums.sum(),
+    )
+    optimizer = {
+        "plain": optim.sgd(0.1),
+        "decay": optim.sgd(0.1, weight_decay=0.5),
+        "clip": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1)),
+    }[case]
+    table = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    ((state, result),) = train_steps(
+        State.create({"table": table}, optimizer),
+        [Batch(row={"one": torch.ones(2, 1, 1, dtype=torch.float64)})],
+        model=Model(layers),
+        objective=objective,
+        optimizer=optimizer,
+        plan=plan,
+        workers=2,
+        microbatches=2,
+    )
+    norm = 4 * math.sqrt(14)
+    wanted = {"plain": 4 * table, "decay": 4.5 * table, "clip": 4 * table / norm}[case]
+    assert result.grad_norm == pytest.approx(norm, rel=1e-12)
+    torch.testing.assert_close(state.params["table"], table - 0.1 * wanted, rtol=1e-12, atol=1e-12)
