@@ -1,47 +1,132 @@
-"""What each layer costs, in floating-point operations."""
+"""What layers and stages cost: time and bytes, as plain values."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from rpfunc import tree
-from rpfunc.batch import Batch
-from rpfunc.model import Model, Params
+from rpfunc.errors import PlanError
+from rpfunc.plan.plan import Plan, Span
 
 
-def forward_flops(model: Model, params: Params, batch: Batch) -> list[int]:
-    """Returns the forward FLOPs of each layer on the first group of examples: matrix products and attention.
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one microbatch. Times may have any unit, as long as all have the same.
 
-    Found from shapes alone, on meta tensors, in milliseconds whatever their size; where a layer's shapes depend on
-    data, by really running that group. Layers without a product (a look-up, a norm) count 0. `batch` is what the
-    objective has prepared.
+    forward          of the layer's forward
+    backward         of its backward with recomputation: a forward, and both gradients
+    fused            of its forward and backward at the turn, where nothing is recomputed
+    input_gradient   of the part of `backward` that gives the input's gradient (recomputation included)
+    weight_gradient  of the part that gives the parameters' gradients
+    parameter_bytes  read by the layer, as uploaded to a worker
+    gradient_bytes   of its parameters' gradients, as downloaded
+    output_bytes     of what it hands to the next layer
+    residual_bytes   of what its backward needs beside parameters and input
+
+    Raises PlanError listing every number below 0 or not finite.
     """
-    batch = batch.examples(0, batch.group_size)
-    try:
-        with torch.device("meta"):
-            return _count(model, tree.map(_to_meta, dict(params)), batch.map(_to_meta))
-    except Exception:
-        return _count(model, params, batch)
+
+    forward: float
+    backward: float
+    fused: float
+    input_gradient: float
+    weight_gradient: float
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    output_bytes: float = 0.0
+    residual_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        odd = {name: value for name, value in asdict(self).items() if not 0 <= value < math.inf}
+        if odd:
+            raise PlanError.listing(
+                "cost", [f"{name} is {value}, it must be at least 0 and finite" for name, value in odd.items()]
+            )
+
+    @classmethod
+    def of_forward(cls, forward: float, **sizes: float) -> LayerCost:
+        """Returns the usual cost: each of the two gradients takes as long as the forward.
+
+        >>> LayerCost.of_forward(1.0).backward
+        3.0
+        """
+        return cls(forward, 3 * forward, 3 * forward, 2 * forward, forward, **sizes)
 
 
-def _count(model: Model, params: Params, batch: Batch) -> list[int]:
-    x: Any = ()
-    flops = []
-    for layer in model.layers:
-        try:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                x = layer(params, x, batch)
-        except Exception as error:
-            error.add_note(f"rpfunc: in layer {layer.name!r}, while its cost was counted to choose a plan")
-            raise
-        flops.append(counter.get_total_flops())
-    return flops
+TIMES = tuple(field.name for field in fields(LayerCost))[:5]
+"""The fields of `LayerCost` that are times."""
 
 
-def _to_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+class StageCost(NamedTuple):
+    """What one stage costs.
+
+    time             of one microbatch's computation
+    parameter_bytes  uploaded before a run of microbatches
+    gradient_bytes   downloaded after it
+    input_bytes      uploaded for each microbatch: activations, cotangents
+    output_bytes     downloaded for each microbatch: what other stages read
+    working_bytes    live on the worker while one microbatch is computed, beside the above
+    """
+
+    time: float
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+StageCosts = Mapping[tuple[str, int], StageCost]
+"""By (kind, stage), for every kind that a stage may be run as: F, X, B and its parts I and W."""
+
+
+def uniform_costs(plan: Plan, forward: float = 1.0, backward: float = 3.0) -> dict[tuple[str, int], StageCost]:
+    """Returns costs that are the same for all stages: F `forward`, B and X `backward`, I and W half of that.
+
+    >>> uniform_costs(Plan.parse("F0:1 X1:2 B0:1"))["X", 1].time
+    3.0
+    """
+    times = {"F": forward, "X": backward, "B": backward, "I": backward / 2, "W": backward / 2}
+    return {(kind, stage): StageCost(times[kind]) for kind, stage in _stages(plan)}
+
+
+def stage_costs(plan: Plan, layers: Sequence[LayerCost]) -> dict[tuple[str, int], StageCost]:
+    """Returns what each stage costs: the sum over its layers, and what it exchanges with the host.
+
+    A forward stage downloads its output, and the inputs of backward stages that start inside it. A backward stage
+    uploads its input and the cotangent of its output, and downloads the cotangent of its input (layer 0 has no input).
+    Raises PlanError if the plan does not cover the layers.
+
+    >>> layers = [LayerCost.of_forward(1.0, parameter_bytes=8, gradient_bytes=8, output_bytes=2)] * 3
+    >>> stage_costs(Plan.parse("F0:2 X2:3 B0:1 B1:2"), layers)["F", 0]
+    StageCost(time=2.0, parameter_bytes=16, gradient_bytes=0.0, input_bytes=0.0, output_bytes=4, working_bytes=2.0)
+    """
+    plan.check(len(layers), trained=False)
+    kept = {span.start for span in (*plan.forward, *plan.backward, plan.fused) if span is not None}
+    return {(kind, stage): _stage_cost(kind, plan.span(kind, stage), layers, kept) for kind, stage in _stages(plan)}
+
+
+def _stages(plan: Plan) -> list[tuple[str, int]]:
+    return [(part, stage) for kind, stage in plan.slots for part in (("B", "I", "W") if kind == "B" else (kind,))]
+
+
+def _stage_cost(kind: str, span: Span, layers: Sequence[LayerCost], kept: set[int]) -> StageCost:
+    own = layers[span.start : span.stop]
+    time = {"F": "forward", "X": "fused", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}[kind]
+    before = layers[span.start - 1].output_bytes if span.start > 0 else 0.0
+    # nothing follows the model's last layer: its output is scored where it is made
+    after = own[-1].output_bytes if span.stop < len(layers) else 0.0
+    saved = sum(layers[index - 1].output_bytes for index in kept if span.start < index < span.stop)
+    inputs = {"F": before, "X": before, "B": before + after, "I": before + after, "W": before + after}
+    outputs = {"F": after + saved, "X": before, "B": before, "I": before, "W": 0.0}
+    residuals = sum(layer.residual_bytes for layer in own)
+    return StageCost(
+        time=sum(getattr(layer, time) for layer in own),
+        parameter_bytes=sum(layer.parameter_bytes for layer in own),
+        gradient_bytes=sum(layer.gradient_bytes for layer in own) if kind in "XBW" else 0.0,
+        input_bytes=inputs[kind],
+        output_bytes=outputs[kind],
+        working_bytes=max(layer.output_bytes for layer in own) + (0.0 if kind == "F" else residuals),
+    )

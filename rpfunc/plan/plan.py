@@ -22,11 +22,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Asymmetric stages: forward groups, one fused stage at the turn, backward groups.
+    """Stages: forward groups, at most one fused stage at the turn, backward groups.
 
-    forward   spans that cover layers 0 to fused.start, in ascending order
-    fused     the last layers, run forward and backward in one task: their forward serves as the recomputation
-    backward  spans that cover the same layers as `forward`, in *ascending* order, cut wherever one likes
+    forward   spans that cover layers 0 to the fused stage, in ascending order
+    fused     the last layers, run forward and backward in one task: their forward serves as the recomputation; None:
+              forward and backward both cover all layers, as classic pipelines have it
+    backward  spans that cover the same layers as `forward`, in *ascending* order, cut wherever one likes; none at all
+              where nothing is trained (a reference model)
 
     Stages of a kind are numbered by their first layer, so forward stage 2 and backward stage 2 are the same layers
     where both are cut alike. The fused stage has the number after the last forward stage.
@@ -34,10 +36,12 @@ class Plan:
 
     >>> Plan.parse("F0:6 X6:8 B0:2 B2:4 B4:6").slots
     [('F', 0), ('X', 1), ('B', 2), ('B', 1), ('B', 0)]
+    >>> Plan.symmetric(8, [0, 5]).slots
+    [('F', 0), ('F', 1), ('B', 1), ('B', 0)]
     """
 
     forward: tuple[Span, ...]
-    fused: Span
+    fused: Span | None
     backward: tuple[Span, ...]
 
     @classmethod
@@ -60,6 +64,16 @@ class Plan:
         return cls(spans[0], Span(forward[-1], num_layers), spans[1])
 
     @classmethod
+    def symmetric(cls, num_layers: int, starts: Sequence[int]) -> Plan:
+        """Returns the plan whose stages, the same forward and backward and none fused, start at the given layers.
+
+        >>> str(Plan.symmetric(8, [0, 3]))
+        'F0:3 F3:8 B0:3 B3:8'
+        """
+        spans = tuple(map(Span, starts, [*starts[1:], num_layers]))
+        return cls(spans, None, spans)
+
+    @classmethod
     def parse(cls, text: str) -> Plan:
         """Returns the plan that `str` prints so; its words may stand in any order."""
         words = text.split()
@@ -69,35 +83,39 @@ class Plan:
         ]
         stages = sorted((m[1], Span(int(m[2]), int(m[3]))) for _, m in found if m)
         fused = [span for kind, span in stages if kind == "X"]
-        if len(fused) != 1:
-            problems.append(f"has {len(fused)} fused stages (X), needs exactly one")
+        if len(fused) > 1:
+            problems.append(f"has {len(fused)} fused stages (X), at most one can be at the turn")
+        if not stages:
+            problems.append("has no stage, needs at least one, as in 'X0:8'")
         if problems:
             raise PlanError.listing(f"plan {text!r}", problems)
         forward, backward = (tuple(span for kind, span in stages if kind == wanted) for wanted in "FB")
-        return cls(forward, fused[0], backward)
+        return cls(forward, fused[0] if fused else None, backward)
 
     def __str__(self) -> str:
-        return " ".join(
-            [f"F{span}" for span in self.forward] + [f"X{self.fused}"] + [f"B{span}" for span in self.backward]
-        )
+        words = {"F": self.forward, "X": (self.fused,) if self.fused else (), "B": self.backward}
+        return " ".join(f"{kind}{span}" for kind, spans in words.items() for span in spans)
 
     @property
     def num_layers(self) -> int:
         """How many layers the plan covers."""
-        return self.fused.stop
+        return max(span.stop for span in (*self.forward, self.fused, *self.backward) if span is not None)
 
     @property
     def slots(self) -> list[tuple[str, int]]:
         """The stages as (kind, stage) in the order in which a microbatch passes them."""
         return (
             [("F", stage) for stage in range(len(self.forward))]
-            + [("X", len(self.forward))]
+            + ([("X", len(self.forward))] if self.fused else [])
             + [("B", stage) for stage in reversed(range(len(self.backward)))]
         )
 
     def span(self, kind: str, stage: int) -> Span:
-        """Returns the layers of a stage. Raises PlanError if there is none such."""
-        spans = {"F": self.forward, "B": self.backward, "X": (None,) * len(self.forward) + (self.fused,)}.get(kind, ())
+        """Returns the layers of a stage; I and W are the parts of B. Raises PlanError if there is none such."""
+        fused = (None,) * len(self.forward) + (self.fused,)
+        spans = {"F": self.forward, "X": fused, "B": self.backward, "I": self.backward, "W": self.backward}.get(
+            kind, ()
+        )
         span = spans[stage] if 0 <= stage < len(spans) else None
         if span is None:
             raise PlanError(
@@ -105,12 +123,19 @@ class Plan:
             )
         return span
 
-    def check(self, num_layers: int) -> None:
-        """Raises PlanError listing every layer that a kind of stage misses, repeats or has out of order."""
+    def check(self, num_layers: int, *, trained: bool = True) -> None:
+        """Raises PlanError listing every layer that a kind of stage misses, repeats or has out of order.
+
+        A model that is not trained may go without backward stages.
+        """
         problems = []
-        for kind, spans in (("forward", self.forward), ("backward", self.backward)):
+        turn = (self.fused,) if self.fused else ()
+        directions = {"forward": self.forward + turn, "backward": self.backward + turn}
+        if not trained and not directions["backward"]:
+            del directions["backward"]
+        for kind, spans in directions.items():
             place = 0
-            for span in (*spans, self.fused):
+            for span in spans:
                 if span.start != place:
                     verb = "leaves out" if span.start > place else "repeats"
                     low, high = sorted((place, span.start))

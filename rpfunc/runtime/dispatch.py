@@ -11,9 +11,9 @@ import torch
 
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.workers import Runtime
-from rpfunc.schedule.dependencies import dependencies
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import Event, Timeline
+from rpfunc.schedule.workload import Workload
 
 
 class Dispatch:
@@ -22,8 +22,10 @@ class Dispatch:
     A failed task stops all others before their next task, so nothing waits for work that will not come.
     """
 
-    def __init__(self, runtime: Runtime, schedule: Schedule, plan: Plan, run: Callable[[Task], None]) -> None:
-        self._schedule, self._plan, self._run = schedule, plan, run
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, work: Workload, plan: Plan, run: Callable[[Task], None]
+    ) -> None:
+        self._schedule, self._work, self._plan, self._run = schedule, work, plan, run
         self._changed = threading.Condition()
         self._ended: set[Task] = set()
         self._events: list[Event] = []
@@ -31,7 +33,7 @@ class Dispatch:
         self._working = len(schedule.workers)
         # autocast belongs to a thread: workers take the caller's over
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        runtime.submit([partial(self._work, worker) for worker in range(len(schedule.workers))])
+        runtime.submit([partial(self._serve, worker) for worker in range(len(schedule.workers))])
 
     def wait(self) -> Timeline:
         """Returns the timeline once every task has ended; raises the first failure, its task named in a note.
@@ -57,7 +59,7 @@ class Dispatch:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._working == 0)
 
-    def _work(self, worker: int) -> None:
+    def _serve(self, worker: int) -> None:
         try:
             for task in self._schedule.workers[worker]:
                 if not self._await_dependencies(task):
@@ -87,7 +89,7 @@ class Dispatch:
                 self._changed.notify_all()
 
     def _await_dependencies(self, task: Task) -> bool:
-        needed = dependencies(self._plan, task)
+        needed = self._work.dependencies(task)
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._ended.issuperset(needed))
             return self._failure is None

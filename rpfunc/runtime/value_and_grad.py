@@ -15,7 +15,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.plan.costs import forward_flops
+from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.partition import partition
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.dispatch import Dispatch
@@ -23,6 +23,7 @@ from rpfunc.runtime.iteration import Iteration, Work
 from rpfunc.runtime.workers import Cpu, Runtime
 from rpfunc.schedule.round_robin import round_robin
 from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.workload import Workload
 from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.streaming import Order, Streaming
@@ -152,10 +153,11 @@ def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tenso
     pieces = with_statistic(model, objective, params, prepared.microbatches(job.microbatches), job.streaming)
     if job.frozen is not None:
         model, params = freeze(model, params, job.frozen)
-    schedule = round_robin(plan, runtime.num_workers, len(pieces), runtime.cursor)
+    work = Workload(plan.slots, len(pieces))
+    schedule = round_robin(work, runtime.num_workers, runtime.cursor)
     runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
     iteration = Iteration(Work(model, objective, plan, job.streaming, job.recompute), params, pieces, total)
-    return Running(iteration, Dispatch(runtime, schedule, plan, iteration.run), total)
+    return Running(iteration, Dispatch(runtime, schedule, work, plan, iteration.run), total)
 
 
 def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections import Counter
 
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.plan import Plan
-from rpfunc.schedule.dependencies import dependencies
 from rpfunc.schedule.task import Schedule, Task
+from rpfunc.schedule.workload import Workload
 
 
-def validate(schedule: Schedule, plan: Plan, num_microbatches: int) -> None:
+def validate(schedule: Schedule, work: Workload) -> None:
     """Raises ScheduleError listing every missing, repeated and unknown task, or where all workers wait for ever.
 
     The second check runs the schedule without work: each worker ends its next task once what that waits for has ended.
     Cost: O(tasks * workers).
     """
-    wanted = {Task(stage, kind, m) for kind, stage in plan.slots for m in range(num_microbatches)}
+    wanted = set(work.tasks)
     counts = Counter(schedule.tasks)
     problems = [f"{task} is missing" for task in sorted(wanted - counts.keys())]
-    problems += [
-        f"{task} is unknown to plan '{plan}' and its {num_microbatches} microbatches"
-        for task in counts
-        if task not in wanted
-    ]
+    problems += [f"{task} is not part of the work" for task in counts if task not in wanted]
     problems += [f"{task} stands {count} times" for task, count in counts.items() if count > 1]
     if problems:
         raise ScheduleError.listing("schedule", problems)
-    stuck = _run(schedule, plan)
+    stuck = _run(schedule, work)
     if stuck:
         waits = [
             f"worker {worker} waits at {task} for {', '.join(map(str, missing))}"
@@ -38,7 +33,7 @@ def validate(schedule: Schedule, plan: Plan, num_microbatches: int) -> None:
         )
 
 
-def _run(schedule: Schedule, plan: Plan) -> dict[int, tuple[Task, list[Task]]]:
+def _run(schedule: Schedule, work: Workload) -> dict[int, tuple[Task, list[Task]]]:
     """Returns for each worker that cannot go on its next task and what that waits for; empty if all end."""
     ended: set[Task] = set()
     places = [0] * len(schedule.workers)
@@ -46,12 +41,12 @@ def _run(schedule: Schedule, plan: Plan) -> dict[int, tuple[Task, list[Task]]]:
     while moved:
         moved = False
         for worker, tasks in enumerate(schedule.workers):
-            while places[worker] < len(tasks) and ended.issuperset(dependencies(plan, tasks[places[worker]])):
+            while places[worker] < len(tasks) and ended.issuperset(work.dependencies(tasks[places[worker]])):
                 ended.add(tasks[places[worker]])
                 places[worker] += 1
                 moved = True
     return {
-        worker: (tasks[place], [task for task in dependencies(plan, tasks[place]) if task not in ended])
+        worker: (tasks[place], [task for task in work.dependencies(tasks[place]) if task not in ended])
         for worker, (tasks, place) in enumerate(zip(schedule.workers, places, strict=True))
         if place < len(tasks)
     }

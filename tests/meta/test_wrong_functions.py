@@ -11,7 +11,7 @@ from rpfunc import Batch, Model, Plan, random, reference, tree, value_and_grad
 from rpfunc.errors import PlanError
 from rpfunc.models import mlp
 from rpfunc.objectives import sft
-from rpfunc.schedule import Task, dependencies
+from rpfunc.schedule import Task, Workload
 from rpfunc.testing import assert_close, assert_computes, assert_equal, assert_equal_bits, exact, gradient_error
 
 CONFIG = mlp.MlpConfig(widths=(3, 4, 3), activation="tanh")
@@ -146,6 +146,10 @@ def hastiest_order(waits_for, plan, num_microbatches):
         order[task] = len(order), len(order) + 1
         waiting.remove(task)
     return order
+
+
+def dependencies(plan, task):
+    return Workload(plan.slots, 3).dependencies(task)
 
 
 def waits_for_nothing_from_its_own_microbatch(plan, task):

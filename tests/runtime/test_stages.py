@@ -7,7 +7,7 @@ from precedence import violations
 from rpfunc import Batch, Layer, Model, Plan, value_and_grad
 from rpfunc.objectives import Objective
 from rpfunc.plan import partition
-from rpfunc.schedule import round_robin, validate
+from rpfunc.schedule import Workload, round_robin, validate
 from rpfunc.stream import rowwise
 from rpfunc.testing import assert_equal
 
@@ -62,7 +62,8 @@ def test_thirty_layers_run_once_forward_in_order_and_never_twice_in_a_stage():
     plan = partition([1.0] * 30, 4)
     recomputed = [layer for span in reversed(plan.backward) for layer in range(*span)]
     assert log == list(range(30)) + recomputed
-    validate(round_robin(plan, 4, 3), plan, 3)
+    work = Workload(plan.slots, 3)
+    validate(round_robin(work, 4), work)
 
 
 @pytest.mark.parametrize("plan", ["X0:3", "F0:1 X1:3 B0:1", "F0:2 X2:3 B0:2", "F0:1 F1:2 X2:3 B0:1 B1:2"])

@@ -1,0 +1,132 @@
+"""Workloads: the tasks that a schedule has to get done, and what each of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rpfunc.errors import ScheduleError
+from rpfunc.schedule.task import Schedule, Task
+
+Slot = tuple[str, int]
+"""(kind, stage): F, X or B; a B slot may be done in two tasks, I and W."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Every slot for every microbatch of some iterations: the one set of rules that all who handle schedules share.
+
+    slots             (kind, stage) in the order in which a microbatch passes them, as in `Plan.slots`
+    num_microbatches  of one iteration; numbers run on, so iteration i has microbatches i*M to (i+1)*M - 1
+    num_blocks        gradient blocks, contiguous runs of an iteration's microbatches, sizes differing by at most one,
+                      larger first: a stage's gradients are summed in order inside a block, and blocks are independent
+    num_iterations    iterations that follow each other
+    staleness         0: the forward passes of iteration i wait for the update of iteration i-1; 1: of iteration i-2
+    halved            backward passes (stage, microbatch) that are done in two tasks, I and W, instead of one, B
+
+    Raises ScheduleError listing what cannot be.
+
+    >>> from rpfunc import Plan
+    >>> work = Workload(Plan.parse("F0:2 X2:3 B0:2").slots, num_microbatches=2)
+    >>> print(*work.tasks)
+    0F0 0F1 1X0 1X1 0B0 0B1
+    >>> print(*work.dependencies(Task.parse("0B1")))
+    1X1 0B0
+    """
+
+    slots: Sequence[Slot]
+    num_microbatches: int
+    num_blocks: int = 1
+    num_iterations: int = 1
+    staleness: int = 0
+    halved: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("num_microbatches", "num_blocks", "num_iterations")}
+        problems = [f"{name} is {count}, it must be at least 1" for name, count in counts.items() if count < 1]
+        if self.num_blocks > self.num_microbatches >= 1:
+            problems.append(
+                f"num_blocks is {self.num_blocks}, there are {self.num_microbatches} microbatches to divide"
+            )
+        if self.staleness not in (0, 1):
+            problems.append(f"staleness is {self.staleness}, it must be 0 or 1")
+        if not self.slots:
+            problems.append("has no slot, needs at least one")
+        if problems:
+            raise ScheduleError.listing("workload", problems)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Workload:
+        """Returns the workload of one iteration that a complete schedule does; its stages and microbatches say which.
+
+        >>> Workload.of(Schedule.parse("0F0 0I0 0W0")).slots
+        [('F', 0), ('B', 0)]
+        """
+        kinds: dict[str, set[int]] = {"F": set(), "X": set(), "B": set()}
+        for stage, kind, _ in schedule.tasks:
+            kinds["B" if kind in "IW" else kind].add(stage)
+        slots = [("F", stage) for stage in sorted(kinds["F"])] + [("X", stage) for stage in sorted(kinds["X"])]
+        slots += [("B", stage) for stage in sorted(kinds["B"], reverse=True)]
+        num_microbatches = 1 + max((task.microbatch for task in schedule.tasks), default=0)
+        halved = frozenset((stage, m) for stage, kind, m in schedule.tasks if kind in "IW")
+        return cls(slots, num_microbatches, halved=halved)
+
+    @property
+    def all_microbatches(self) -> range:
+        """The microbatches of all iterations."""
+        return range(self.num_microbatches * self.num_iterations)
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Every task, slot by slot."""
+        return [
+            Task(stage, part, m)
+            for kind, stage in self.slots
+            for m in self.all_microbatches
+            for part in (("I", "W") if kind == "B" and (stage, m) in self.halved else (kind,))
+        ]
+
+    @cached_property
+    def block_starts(self) -> tuple[int, ...]:
+        """The first microbatch of each block of an iteration."""
+        size, larger = divmod(self.num_microbatches, self.num_blocks)
+        return tuple(block * size + min(block, larger) for block in range(self.num_blocks))
+
+    def iteration(self, task: Task) -> int:
+        """Returns the iteration that a task belongs to."""
+        return task.microbatch // self.num_microbatches
+
+    def dependencies(self, task: Task) -> list[Task]:
+        """Returns the tasks that must have ended before `task` may start; it must be one of this workload's.
+
+        A task needs its microbatch's slot before; a backward task that is the one that hands it its cotangent. W needs
+        its I. Tasks that write gradients follow the same stage's task of the microbatch before in their block, since
+        sums run in microbatch order (so that no schedule changes a bit).
+        """
+        stage, kind, m = task
+        if kind == "W":
+            needed = [Task(stage, "I", m)]
+        else:
+            before = self._before.get(("B" if kind == "I" else kind, stage))
+            needed = [] if before is None else [Task(before[1], self._part(before, m, "I"), m)]
+        if kind in "XBW" and m % self.num_microbatches not in self.block_starts:
+            slot = ("X" if kind == "X" else "B", stage)
+            needed.append(Task(stage, self._part(slot, m - 1, "W"), m - 1))
+        return needed
+
+    def awaited_update(self, task: Task) -> int | None:
+        """Returns the iteration whose update must have ended before `task` reads parameters; None for none.
+
+        An iteration's tasks all read one version, and its first slot is what waits for it.
+        """
+        iteration = self.iteration(task) - 1 - self.staleness
+        return iteration if iteration >= 0 and (task.kind, task.stage) == self.slots[0] else None
+
+    @cached_property
+    def _before(self) -> dict[Slot, Slot]:
+        return dict(zip(self.slots[1:], self.slots[:-1], strict=True))
+
+    def _part(self, slot: Slot, m: int, part: str) -> str:
+        """Returns the kind of the task that does `part` (I or W) of a slot for microbatch m."""
+        return part if slot[0] == "B" and (slot[1], m) in self.halved else slot[0]
