@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rpfunc import random
 from rpfunc.batch import Batch
-from rpfunc.errors import ModelError
+from rpfunc.errors import BatchError, ModelError
 from rpfunc.model import Form, Layer, Model
 from rpfunc.stream import attend, attending, rowwise
 
@@ -150,7 +150,14 @@ def rotate(
 
 def _embed(embedding: Tensor, x: tuple[()], batch: Batch) -> Tensor:
     del x
-    return F.embedding(batch.row["tokens"], embedding)
+    tokens = batch.row["tokens"]
+    try:
+        return F.embedding(tokens, embedding)
+    except IndexError:  # asked afterwards, since to ask before would read all tokens once more
+        unknown = tokens[(tokens < 0) | (tokens >= len(embedding))]
+        raise BatchError(
+            f"batch: row leaf 'tokens' holds {unknown[0].item()}; the model's vocabulary is 0 to {len(embedding) - 1}"
+        ) from None
 
 
 def _head(config: DecoderConfig) -> Any:

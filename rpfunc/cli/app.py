@@ -1,4 +1,4 @@
-"""The command line: `rpfunc train` and `rpfunc sample`."""
+"""The command line: `rpfunc train`, `rpfunc sample` and `rpfunc simulate`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cyclopts.config import Dict
 from rich.console import Console
 
 from rpfunc import random
+from rpfunc.cli.simulate import SimulateOptions, simulate_command
 from rpfunc.cli.train import INTERRUPTED, print_text, read_model, resume_run, train_run
 from rpfunc.errors import OptionsError, RpfuncError
 from rpfunc.train import checkpoint
@@ -85,6 +86,27 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         )
         print_text(console, start + written)
         return 0
+
+    @app.command
+    def simulate(
+        *,
+        options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions(),  # noqa: B008  (frozen)
+        plot: Path | None = None,
+        trace: Path | None = None,
+        as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    ) -> int:
+        """Compare schedules of a known decoder on known hardware, by simulation.
+
+        Parameters
+        ----------
+        plot
+            PNG or SVG file for the timeline; with several schedules, one each with its name added.
+        trace
+            Chrome trace JSON for the timeline, likewise.
+        as_json
+            Print one JSON object instead of the table.
+        """
+        return simulate_command(console, options, plot, trace, as_json)
 
     return app
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import BatchError
 from rpfunc.objectives.targets import IGNORED
 
 
@@ -43,14 +44,23 @@ def logprob(
 def cross_entropy(
     shaped: Float[Tensor, "batch rows vocabulary"], targets: Int[Tensor, "batch rows"], label_smoothing: float = 0.0
 ) -> Float[Tensor, "batch rows"]:
-    """Returns -(1-ε) log softmax(shaped_t)[target_t] - ε mean(log softmax(shaped_t)), 0 where there is no target."""
-    losses: Tensor = F.cross_entropy(
-        shaped.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    """Returns -(1-ε) log softmax(shaped_t)[target_t] - ε mean(log softmax(shaped_t)), 0 where there is no target.
+
+    Raises BatchError for a target beyond the vocabulary (on a CPU; elsewhere it is the device's own error).
+    """
+    try:
+        losses: Tensor = F.cross_entropy(
+            shaped.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    except IndexError:  # asked afterwards, since to ask before would read all targets once more
+        unknown = targets[targets >= shaped.shape[-1]]
+        raise BatchError(
+            f"batch: row leaf 'labels' holds {unknown[0].item()}; the logits are of tokens 0 to {shaped.shape[-1] - 1}"
+        ) from None
     return losses.view(targets.shape)
 
 

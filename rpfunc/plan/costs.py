@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from rpfunc.errors import PlanError
@@ -39,7 +39,7 @@ class LayerCost:
     residual_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        odd = {name: value for name, value in asdict(self).items() if not 0 <= value < math.inf}
+        odd = {name: value for name, value in vars(self).items() if not 0 <= value < math.inf}
         if odd:
             raise PlanError.listing(
                 "cost", [f"{name} is {value}, it must be at least 0 and finite" for name, value in odd.items()]
@@ -53,6 +53,28 @@ class LayerCost:
         3.0
         """
         return cls(forward, 3 * forward, 3 * forward, 2 * forward, forward, **sizes)
+
+
+def layer_costs(costs: Sequence[LayerCost | float]) -> list[LayerCost]:
+    """Returns one cost a layer; a plain number is the time of a layer's forward, see `LayerCost.of_forward`.
+
+    Raises PlanError if there is none, or listing every layer whose number means nothing.
+
+    >>> layer_costs([1.0, 2.0])[1].backward
+    6.0
+    """
+    problems = [] if len(costs) else ["has no layer, needs at least one"]
+    layers = []
+    for index, cost in enumerate(costs):
+        if isinstance(cost, LayerCost):
+            layers.append(cost)
+        elif 0 <= cost < math.inf:
+            layers.append(LayerCost.of_forward(cost))
+        else:
+            problems.append(f"layer {index} costs {cost}, it must be at least 0 and finite")
+    if problems:
+        raise PlanError.listing("costs", problems)
+    return layers
 
 
 TIMES = tuple(field.name for field in fields(LayerCost))[:5]
@@ -76,6 +98,15 @@ class StageCost(NamedTuple):
     input_bytes: float = 0.0
     output_bytes: float = 0.0
     working_bytes: float = 0.0
+
+
+def slot_bytes(cost: StageCost) -> float:
+    """Returns the bytes that a slot takes on its worker: parameters twice, gradients, and what is live meanwhile.
+
+    Parameters count twice since those of the worker's next slot arrive while this one's are in use, and the slots of a
+    good plan are alike. Activations on their way are not part of it.
+    """
+    return 2 * cost.parameter_bytes + cost.gradient_bytes + cost.working_bytes
 
 
 StageCosts = Mapping[tuple[str, int], StageCost]

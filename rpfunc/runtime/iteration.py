@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Model, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.plan.plan import Plan
+from rpfunc.plan.plan import Plan, Span
 from rpfunc.schedule.task import Task
+from rpfunc.schedule.workload import Workload
+from rpfunc.stream.flat import accumulate
 from rpfunc.stream.form import Pullback
-from rpfunc.stream.layer_major import layer_linearize, layer_transpose
+from rpfunc.stream.freeze import freeze
+from rpfunc.stream.head import head_value
+from rpfunc.stream.layer_major import layer_transpose
+from rpfunc.stream.linearize import linearize
 from rpfunc.stream.stage import stage_backward, stage_forward, stage_fused
 from rpfunc.stream.streaming import Grads, Streaming
 
@@ -30,82 +36,134 @@ class Work:
     plan: Plan
     streaming: Streaming
     recompute: bool
+    workload: Workload
 
 
 class Iteration:
     """The stage inputs, cotangents, residuals and gradients of one iteration, as they exist on the host.
 
+    What the kinds of tasks do, in units of a stage's forward:
+
+    F  forward. Where a plan has no fused stage, the last one scores its output too.                             1
+    X  forward, loss and backward of the last layers.                                                            3
+    B  backward, recomputed from the stage's input; without a fused stage, the last one is as X.                 3
+    I  as B with all parameters frozen, for the cotangent of the stage's input alone.                            2
+    W  B once more, for the parameters' gradients alone, from the same input and cotangent: the same bits.       3
+
+    I and W are recomputed whatever `recompute` says: residuals serve one backward pass.
+
     `run` is called from many threads; the schedule's dependencies order every two tasks that touch one entry, so
-    no lock is needed: a stage's gradients are written by its own tasks alone, in microbatch order.
+    no lock is needed: the gradients of a stage and a block are written by their own tasks alone, in microbatch order.
     """
 
     def __init__(self, work: Work, params: Params, microbatches: Sequence[Batch], total: Tensor) -> None:
         self._work, self._params, self._microbatches, self._total = work, params, microbatches, total
-        plan = work.plan
-        backward_starts = [span.start for span in plan.backward] if work.recompute else []
-        starts = [span.start for span in plan.forward] + [plan.fused.start] + backward_starts
-        # How many stages will read a layer's input; layer 0 has none.
-        self._readers = {start: count for start, count in Counter(starts).items() if start > 0}
+        self._frozen = freeze(work.model, params, True) if work.workload.halved else (work.model, params)
+        self._head = work.model.num_layers - 1
+        reads = [(self._first(task), task) for task in work.workload.tasks]
+        # of each (layer, microbatch): how many tasks will read its input, and whether its residuals are kept
+        self._readers = Counter((first, task.microbatch) for first, task in reads if first < self._span(task).stop)
+        self._kept = {
+            (layer, task.microbatch) for first, task in reads for layer in range(self._span(task).start, first)
+        }
         self._inputs: dict[tuple[int, int], tuple[Any, int]] = {}
         self._pullbacks: dict[tuple[int, int], Pullback] = {}
         self._cotangents: dict[int, Flat] = {}
+        self._held: dict[tuple[int, int], Flat] = {}
         self._losses: list[Tensor] = [torch.empty(0)] * len(microbatches)
-        self._grads: dict[tuple[str, int], Grads] = {slot: {} for slot in plan.slots}
+        self._grads: dict[tuple[str, int, int], Grads] = {}
 
     def run(self, task: Task) -> None:
         """Does one task's work; what the task depends on must have been done."""
-        {"F": self._forward, "X": self._fused, "B": self._backward}[task.kind](task)
+        {"F": self._forward, "I": self._input_gradient, "W": self._weight_gradient}.get(task.kind, self._whole)(task)
 
     def loss(self) -> Tensor:
         """Returns the sum of the microbatches' losses, in order: (), float64."""
         return torch.stack([loss.double() for loss in self._losses]).sum()
 
     def grads(self) -> dict[str, Any]:
-        """Returns the gradients, with the structure of the parameters, float32 or wider."""
-        by_layer = {name: flat for grads in self._grads.values() for name, flat in grads.items()}
+        """Returns the gradients, with the structure of the parameters, float32 or wider; blocks are added in order."""
+        by_layer: dict[str, Flat] = {}
+        for place in sorted(self._grads, key=lambda place: place[2]):
+            for name, flat in self._grads[place].items():
+                by_layer[name] = accumulate(by_layer.get(name), flat)
         return self._work.model.sum_grads([by_layer.get(layer.name) for layer in self._work.model.layers], self._params)
 
     def _forward(self, task: Task) -> None:
         work, how, m = self._work, self._work.streaming, task.microbatch
-        start, stop = work.plan.span(task.kind, task.stage)
-        layers, x, batch = work.model.layers[start:stop], self._take(start, m), self._microbatches[m]
+        start, stop = self._span(task)
+        end = min(stop, self._head)
+        layers, x, batch = work.model.layers[start:end], self._take(start, m), self._microbatches[m]
         if work.recompute:
-            keep = [index - start for index in self._readers if start < index <= stop]
-            for index, value in stage_forward(layers, self._params, x, batch, how, keep).items():
+            keep = [index - start for index in range(start + 1, end + 1) if index == end or (index, m) in self._readers]
+            kept = stage_forward(layers, self._params, x, batch, how, keep)
+            for index, value in kept.items():
                 self._put(start + index, m, value)
-            return
-        x, pullbacks = layer_linearize(layers, self._params, x, batch, how.chunk)
-        self._put(stop, m, x)
-        self._pullbacks.update({(start + index, m): pullback for index, pullback in enumerate(pullbacks)})
+            x = kept.get(end - start, x)
+        else:
+            for index, layer in enumerate(layers, start):
+                x, pullback = linearize(layer, self._params, x, batch, how.chunk)
+                self._put(index + 1, m, x)
+                if (index, m) in self._kept:
+                    self._pullbacks[index, m] = pullback
+        if stop > self._head:
+            sums = head_value(work.model.layers[-1], work.objective, self._params, x, batch, how.head_rows)
+            self._losses[m] = work.objective.loss(sums, batch, self._total)
 
-    def _fused(self, task: Task) -> None:
-        work, m = self._work, task.microbatch
-        start, stop = work.plan.fused
-        self._losses[m], self._cotangents[m], self._grads[task.kind, task.stage] = stage_fused(
-            work.model.layers[start:stop],
-            work.objective,
-            self._params,
-            self._take(start, m),
-            self._microbatches[m],
-            self._total,
-            work.streaming,
-            self._grads[task.kind, task.stage],
+    def _whole(self, task: Task) -> None:
+        cotangent, place = self._cotangents.pop(task.microbatch, ()), self._place(task)
+        self._cotangents[task.microbatch], self._grads[place] = self._backward(
+            task, cotangent, self._grads.get(place, {})
         )
 
-    def _backward(self, task: Task) -> None:
-        work, how, m, slot = self._work, self._work.streaming, task.microbatch, (task.kind, task.stage)
-        start, stop = work.plan.span(task.kind, task.stage)
-        layers, cotangent, grads = work.model.layers[start:stop], self._cotangents.pop(m), self._grads[slot]
-        if not work.recompute:
-            pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, stop)]
-            dx, grads = layer_transpose(layers, pullbacks, cotangent, grads)
-        else:
-            x, batch = self._take(start, m), self._microbatches[m]
-            dx, grads = stage_backward(layers, self._params, x, batch, how, cotangent, grads)
-        self._cotangents[m], self._grads[slot] = dx, grads
+    def _input_gradient(self, task: Task) -> None:
+        stage, _, m = task
+        self._held[stage, m] = self._cotangents.pop(m, ())
+        self._cotangents[m], _ = self._backward(task, _copy(self._held[stage, m]), {})
+
+    def _weight_gradient(self, task: Task) -> None:
+        cotangent, place = self._held.pop((task.stage, task.microbatch)), self._place(task)
+        _, self._grads[place] = self._backward(task, cotangent, self._grads.get(place, {}))
+
+    def _backward(self, task: Task, cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
+        """Returns (dx, grads with contributions) of a stage; donates both. The turn finds its cotangent, and the loss.
+
+        The turn is the stage with the model's last layer. The loss found here replaces the one that a forward stage
+        scored: the same number, whose last bits would depend on the plan.
+        """
+        work, how, m = self._work, self._work.streaming, task.microbatch
+        (start, stop), first = self._span(task), self._first(task)
+        model, params = self._frozen if task.kind == "I" else (work.model, self._params)
+        layers, batch = model.layers[first:stop], self._microbatches[m]
+        if layers:
+            x = self._take(first, m)
+            if stop > self._head:
+                self._losses[m], cotangent, grads = stage_fused(
+                    layers, work.objective, params, x, batch, self._total, how, grads
+                )
+            else:
+                cotangent, grads = stage_backward(layers, params, x, batch, how, cotangent, grads)
+        pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, first)]
+        return layer_transpose(model.layers[start:first], pullbacks, cotangent, grads)
+
+    def _span(self, task: Task) -> Span:
+        return self._work.plan.span(task.kind, task.stage)
+
+    def _first(self, task: Task) -> int:
+        """Returns the layer from which a task runs its stage forward: the stage's end if all residuals are kept.
+
+        The head's never are: its forward and backward go together, so that logits need not be kept.
+        """
+        start, stop = self._span(task)
+        return min(stop, self._head) if task.kind == "B" and not self._work.recompute else start
+
+    def _place(self, task: Task) -> tuple[str, int, int]:
+        """Returns which gradients a task adds to: its stage's, of its microbatch's block."""
+        block = bisect_right(self._work.workload.block_starts, task.microbatch) - 1
+        return "X" if task.kind == "X" else "B", task.stage, block
 
     def _take(self, layer: int, m: int) -> Any:
-        """Returns the input of `layer`, and lets go of it if this was its last reader."""
+        """Returns the input of `layer`, and lets go of it if this was its last reader; layer 0 has none."""
         if layer == 0:
             return ()
         value, readers = self._inputs[layer, m]
@@ -116,6 +174,16 @@ class Iteration:
         return value
 
     def _put(self, layer: int, m: int, value: Any) -> None:
-        """Keeps the input of `layer` if a stage starts there."""
-        if layer in self._readers:
-            self._inputs[layer, m] = value, self._readers[layer]
+        """Keeps the input of `layer` if any task will read it."""
+        if (layer, m) in self._readers:
+            self._inputs[layer, m] = value, self._readers[layer, m]
+
+
+def _copy(cotangent: Flat) -> Flat:
+    """Returns copies with the same strides: torch may add up the numbers of another layout in another order."""
+    return tuple(map(_copy_leaf, cotangent))
+
+
+def _copy_leaf(leaf: Tensor) -> Tensor:
+    storage = leaf.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return leaf.new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())

@@ -15,16 +15,13 @@ from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.plan.flops import forward_flops
-from rpfunc.plan.partition import partition
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.dispatch import Dispatch
 from rpfunc.runtime.iteration import Iteration, Work
+from rpfunc.runtime.job import Job, Scheduler, choose_plan, choose_schedule
 from rpfunc.runtime.workers import Cpu, Runtime
-from rpfunc.schedule.round_robin import round_robin
+from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.timeline import Timeline
-from rpfunc.schedule.workload import Workload
-from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.streaming import Order, Streaming
 from rpfunc.stream.value import with_statistic
@@ -61,6 +58,8 @@ def value_and_grad(
     order: Order = "layer",
     recompute: bool = True,
     frozen: tree.Mask | None = None,
+    schedule: Schedule | Scheduler | str | None = None,
+    blocks: int = 1,
 ) -> ValueAndGrad:
     """Returns fn(params, batch) -> (result, grads): the exact gradient of the objective's loss over the whole batch.
 
@@ -74,15 +73,23 @@ def value_and_grad(
                   a stage, and needs layers that do not look ahead
     recompute     keep only stage inputs between forward and backward (or, with False, what backward needs)
     frozen        a mask (see `tree.selector`) of leaves that get no gradient: None stands in their place
+    schedule      which worker runs which task when: a `Schedule` or its text (with the plan that its stages are of), or
+                  a function (work, num_workers) -> Schedule, as in `rpfunc.schedule`; None: slots dealt round robin
+    blocks        runs of microbatches whose gradients are summed apart, and added up at the end: a stage's tasks of
+                  different blocks may run at once. Each block holds gradients of the size of the parameters
 
-    With the same microbatches, chunks, order and intra-op threads the result has the same bits for every plan, number
-    of workers, timing and `recompute`. To accumulate a loss over several calls, give each the sum of their totals
+    With the same microbatches, blocks, chunks, order and intra-op threads the result has the same bits for every plan,
+    schedule, number of workers, timing and `recompute`. A stage's backward pass in two halves, I and W, costs 5/3 of a
+    whole one: both recompute the stage, and W finds once more the cotangents that I has found.
+    To accumulate a loss over several calls, give each the sum of their totals
     (`objective.total(objective.prepare(batch))`) as `total` and add up losses and gradients.
-    Raises ModelError, BatchError, PlanError or OptionsError; an error inside a layer is raised as it is, with the
-    task named in a note.
+    Raises ModelError, BatchError, PlanError, ScheduleError or OptionsError before any work; an error inside a layer is
+    raised as it is, with the task named in a note.
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    job = Job(model, objective, chosen, microbatches, Streaming(chunk, head_chunk, order), recompute, frozen)
+    order_of_tasks = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    how = Streaming(chunk, head_chunk, order)
+    job = Job(model, objective, chosen, microbatches, how, recompute, frozen, order_of_tasks, blocks)
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:
         with open_runtime(workers) as runtime:
@@ -107,40 +114,8 @@ class Running:
         self._dispatch.cancel()
 
 
-@dataclass(frozen=True)
-class Job:
-    """What `value_and_grad` was asked for. Raises OptionsError or PlanError listing what cannot work."""
-
-    model: Model
-    objective: Objective
-    plan: Plan | None
-    microbatches: int
-    streaming: Streaming
-    recompute: bool
-    frozen: tree.Mask | None
-
-    def __post_init__(self) -> None:
-        problems = self.streaming.problems()
-        kinds = {"model": (self.model, Model), "objective": (self.objective, Objective)}
-        problems += [
-            f"{name} is a {type(found).__name__}, needs {kind.__name__} (a function such as sft must be called)"
-            for name, (found, kind) in kinds.items()
-            if not isinstance(found, kind)
-        ]
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            problems.insert(0, f"microbatches is {self.microbatches!r}, it must be at least 1")
-        if self.streaming.order == "chunk" and not self.recompute:
-            problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
-        if problems:
-            raise OptionsError.listing("options", problems)
-        if self.streaming.order == "chunk":
-            check_stepping(self.model.layers)
-        if self.plan is not None:
-            self.plan.check(self.model.num_layers)
-
-
 def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tensor | None = None) -> Running:
-    """Starts one gradient computation and advances the runtime's cursor by its slots."""
+    """Starts one gradient computation; where slots are dealt like cards, the runtime's cursor moves on by them."""
     model, objective = job.model, job.objective
     model.check(params)
     if not isinstance(batch, Batch):
@@ -150,23 +125,16 @@ def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tenso
     if not bool(torch.isfinite(total)):
         raise BatchError(f"batch: the {objective.name} objective's total is {total.item()}, it must be finite")
     plan = choose_plan(job, params, prepared, runtime.num_workers)
-    pieces = with_statistic(model, objective, params, prepared.microbatches(job.microbatches), job.streaming)
+    pieces = prepared.microbatches(job.microbatches)
+    schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
+    if job.schedule is None:
+        runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
+    pieces = with_statistic(model, objective, params, pieces, job.streaming)
     if job.frozen is not None:
         model, params = freeze(model, params, job.frozen)
-    work = Workload(plan.slots, len(pieces))
-    schedule = round_robin(work, runtime.num_workers, runtime.cursor)
-    runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
-    iteration = Iteration(Work(model, objective, plan, job.streaming, job.recompute), params, pieces, total)
-    return Running(iteration, Dispatch(runtime, schedule, work, plan, iteration.run), total)
-
-
-def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:
-    """Returns the job's plan, or the one that suits so many workers."""
-    if job.plan is not None:
-        return job.plan
-    if num_workers == 1:
-        return Plan.single(job.model.num_layers)
-    return partition(forward_flops(job.model, params, prepared), num_workers)
+    work = Work(model, objective, plan, job.streaming, job.recompute, workload)
+    iteration = Iteration(work, params, pieces, total)
+    return Running(iteration, Dispatch(runtime, schedule, workload, plan, iteration.run), total)
 
 
 @contextmanager

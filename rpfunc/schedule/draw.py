@@ -2,39 +2,102 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.timeline import HOST, KIND_NAMES, Event, Timeline, every_second_stage
 
 COLOURS = {"F": "#4c78a8", "X": "#e45756", "B": "#f2a73b", "I": "#72b7b2", "W": "#b279a2"}
-LABELS = {"F": "forward", "X": "fused", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+LIGHTER = {"F": "#7ba3cc", "X": "#ee8a89", "B": "#f7c77d", "I": "#9fd0cc", "W": "#cba3c0"}
+
+OTHERS = {
+    "activation_upload": ("#54a24b", "activations"),
+    "activation_download": ("#54a24b", "activations"),
+    "parameter_upload": ("#79706e", "parameters"),
+    "gradient_download": ("#b5894f", "gradients"),
+    "update": ("#bab0ac", "update"),
+}
+"""Colours and names of what is not computed by a worker."""
 
 
-def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
-    """Writes a PNG or SVG (by the suffix of `path`): one row a worker, one box a task, coloured by kind."""
+class Lane(NamedTuple):
+    """What part of a worker's row, which is 1 high, a channel takes."""
+
+    top: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        """Where a label goes."""
+        return self.top + self.height / 2
+
+
+ALONE = {"compute": Lane(0.1, 0.8), "update": Lane(0.1, 0.8)}
+WITH_TRANSFERS = {
+    "compute": Lane(0.06, 0.5),
+    "activation_upload": Lane(0.6, 0.14),
+    "parameter_upload": Lane(0.6, 0.14),
+    "activation_download": Lane(0.78, 0.14),
+    "gradient_download": Lane(0.78, 0.14),
+    "update": Lane(0.06, 0.5),
+}
+"""A link does one transfer at a time, so one lane for a direction is enough."""
+
+
+def draw(timeline: Timeline, path: str | Path, title: str = "", *, unit: str | None = None) -> None:
+    """Writes a PNG or SVG (by the suffix of `path`): one row a worker, one box a task, coloured by kind.
+
+    The shade changes where a worker goes on to another stage. Transfers, where there are any, are drawn as two thin
+    lanes, uploads above downloads; the optimizer's updates in a row of the host. `unit` names the unit of time if the
+    timeline is not in seconds, which are shown as ms.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    origin = min((event.start_s for event in timeline.events), default=0.0)
-    figure = Figure(figsize=(12, 1.2 + 0.55 * timeline.num_workers), layout="constrained")
+    events = [event for event in timeline.events if event.channel == "compute" or event.end_s > event.start_s]
+    lanes = WITH_TRANSFERS if any(event.channel not in ALONE for event in events) else ALONE
+    names = [f"worker {worker}" for worker in range(timeline.num_workers)]
+    names += ["host"] if any(event.worker == HOST for event in events) else []
+    figure = Figure(figsize=(12, 1.2 + (0.55 if lanes is ALONE else 0.75) * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    for event in timeline.events:
-        start_ms, width_ms = (event.start_s - origin) * 1e3, (event.end_s - event.start_s) * 1e3
-        axes.broken_barh(
-            [(start_ms, width_ms)],
-            (event.worker - 0.4, 0.8),
-            facecolors=COLOURS[event.task.kind],
-            edgecolor="white",
-            linewidth=0.5,
-        )
-        if width_ms > timeline.makespan_s * 1e3 / 45:
-            axes.text(start_ms + width_ms / 2, event.worker, str(event.task), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(timeline.num_workers), [f"worker {worker}" for worker in range(timeline.num_workers)])
-    axes.invert_yaxis()
+    _draw_boxes(axes, events, lanes, timeline, 1e3 if unit is None else 1.0)
+    axes.set_yticks([row + lanes["compute"].middle for row in range(len(names))], names)
+    if lanes is WITH_TRANSFERS:
+        links = {"up": lanes["activation_upload"], "down": lanes["activation_download"]}
+        places = [worker + lane.middle for worker in range(timeline.num_workers) for lane in links.values()]
+        axes.set_yticks(places, [*links] * timeline.num_workers, minor=True, fontsize=6)
+    axes.tick_params(axis="y", which="both", length=0)
+    axes.set_ylim(len(names), 0)
     axes.margins(x=0)
-    axes.set_xlabel("time (ms)")
-    axes.set_title(f"{title}   idle {timeline.bubble:.0%} of the workers' time".strip(), loc="left")
-    kinds = sorted({event.task.kind for event in timeline.events}, key=list(COLOURS).index)
-    handles = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in kinds]
+    axes.set_xlabel(f"time ({unit or 'ms'})")
+    axes.set_title(f"{title}   idle {float(timeline.bubble):.0%} of the workers' time".strip(), loc="left")
+    kinds = {event.task.kind for event in events if event.channel == "compute"}
+    named = {name: COLOURS[kind] for kind, name in KIND_NAMES.items() if kind in kinds}
+    channels = {event.channel for event in events}
+    named |= {name: colour for channel, (colour, name) in OTHERS.items() if channel in channels}
+    handles = [Patch(color=colour, label=name) for name, colour in named.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _draw_boxes(axes: Any, events: list[Event], lanes: dict[str, Lane], timeline: Timeline, scale: float) -> None:
+    lighter = every_second_stage(timeline)
+    first = min((event.start_s for event in events), default=0.0)
+    last = max((event.end_s for event in events), default=0.0)
+    boxes: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        row = timeline.num_workers if event.worker == HOST else event.worker
+        start, width = float(event.start_s - first) * scale, float(event.end_s - event.start_s) * scale
+        if event.channel == "compute":
+            text, colour = str(event.task), (LIGHTER if event.task in lighter else COLOURS)[event.task.kind]
+            if 120 * width > (len(text) + 1) * float(last - first) * scale:  # a line has room for some 120 letters
+                middle = start + width / 2, row + lanes["compute"].middle
+                axes.text(*middle, text, ha="center", va="center", fontsize=7)
+        else:
+            colour, _ = OTHERS[event.channel]
+        boxes[row, event.channel, colour].append((start, width))
+    for (row, channel, colour), own in boxes.items():
+        edge = 0.5 if channel == "compute" and len(own) < 300 else 0.0  # more edges would hide the boxes
+        lane = lanes[channel]
+        axes.broken_barh(own, (row + lane.top, lane.height), facecolors=colour, edgecolor="white", linewidth=edge)

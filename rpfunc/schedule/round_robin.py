@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from rpfunc.errors import ScheduleError
+from rpfunc.schedule.building import check_workers, even_runs, num_rounds, run_of
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Workload
 
 
-def round_robin(work: Workload, num_workers: int, start: int = 0) -> Schedule:
-    """Returns the schedule in which slot s goes to worker (start + s) mod num_workers, with all its microbatches.
+def round_robin(work: Workload, num_workers: int, start: int = 0, round_size: int | None = None) -> Schedule:
+    """Returns the schedule in which card c goes to worker (start + c) mod num_workers; a card is a slot of one round.
 
-    The plan's forward, fused and backward stages form one sequence of slots. Further iterations continue the deal, so
-    that they join without a gap; the cursor is never reset: after this schedule it stands at
-    start + len(work.slots) * work.num_iterations.
-    Source: RoundPipe (arXiv 2604.27085), round-robin dispatch. Raises ScheduleError for no worker.
+    The plan's forward, fused and backward stages form one sequence of slots. An iteration's microbatches go through it
+    in rounds of at least `round_size`, as even as can be, larger first; None: in one round. Rounds and iterations
+    follow each other without a gap: the cursor is never reset. After this schedule it stands at
+    start + slots * rounds * iterations. Rounds bound what the host keeps, at the price of more parameter uploads.
+    Source: RoundPipe (arXiv 2604.27085), round-robin dispatch. Raises ScheduleError for no worker, and for rounds of
+    fewer microbatches than workers, in which workers would wait.
 
     >>> print(round_robin(Workload([("F", 0), ("X", 1), ("B", 1), ("B", 0)], num_microbatches=2), num_workers=2))
     0F0 0F1 1B0 1B1
     1X0 1X1 0B0 0B1
     """
-    if num_workers < 1:
-        raise ScheduleError(f"round_robin: num_workers is {num_workers}, it must be at least 1")
+    check_workers("round_robin", num_workers)
+    if round_size is not None and round_size < num_workers:
+        raise ScheduleError(
+            f"round_robin: round_size is {round_size}, fewer than the {num_workers} workers, which would wait for each "
+            f"other; round_size={num_workers} would do"
+        )
+    rounds = 1 if round_size is None else num_rounds(work.num_microbatches, round_size)
+    cards = (
+        run_of(work, slot, [iteration * work.num_microbatches + m for m in run])
+        for iteration in range(work.num_iterations)
+        for run in even_runs(work.num_microbatches, rounds)
+        for slot in work.slots
+    )
+    return deal(cards, num_workers, start)
+
+
+def deal(cards: Iterable[Sequence[Task]], num_workers: int, start: int) -> Schedule:
+    """Returns the schedule in which the cards, runs of tasks, go to the workers in turn, from `start` on."""
     workers: list[list[Task]] = [[] for _ in range(num_workers)]
-    slots = [(iteration, slot) for iteration in range(work.num_iterations) for slot in work.slots]
-    for card, (iteration, (kind, stage)) in enumerate(slots):
-        first = iteration * work.num_microbatches
-        dealt = workers[(start + card) % num_workers]
-        dealt.extend(Task(stage, kind, m) for m in range(first, first + work.num_microbatches))
+    for place, card in enumerate(cards, start):
+        workers[place % num_workers].extend(card)
     return Schedule(tuple(map(tuple, workers)))

@@ -12,8 +12,9 @@ from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import Flat
+from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.bidirectional import Bidirectional
-from rpfunc.stream.flat import accumulate, own, vjp
+from rpfunc.stream.flat import own
 from rpfunc.stream.form import Pullback, Stepping
 from rpfunc.stream.memory import Memory, RowMemory
 
@@ -76,17 +77,15 @@ class Attending(Stepping):
             return super().linearize_step(params, x, batch, memory, start, stop)
         if not memory.holds(stop):
             memory.keep(self.kv(params, x, batch), start, stop, stop)
-        output, pull = vjp(lambda params, x, kv: self.rows(params, x, kv, batch), params, x, memory.past(start, stop))
+        seen = memory.past(start, stop)
+        output, pull = vjp_into(lambda params, x, kv: self.rows(params, x, kv, batch), params, x, seen)
 
         def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
-            dparams, dx, dseen = pull(cotangent)
-            grads = accumulate(grads, dparams, foreign=cotangent + dx + dseen)
-            memory.receive(own(dseen, foreign=cotangent + dx), start, stop)
-            del dparams, dseen
-            _, pull_kv = vjp(lambda params, x: self.kv(params, x, batch), params, x)
-            dleft = memory.cotangent(start, stop) or ()
-            dparams, dx_through_kv = pull_kv(dleft)
-            grads = accumulate(grads, dparams, foreign=dleft + dx_through_kv)
+            grads, (dx, dseen) = pull(cotangent, grads)
+            memory.receive(own(dseen, foreign=cotangent + dx + grads), start, stop)
+            del dseen
+            _, pull_kv = vjp_into(lambda params, x: self.kv(params, x, batch), params, x)
+            grads, (dx_through_kv,) = pull_kv(memory.cotangent(start, stop) or (), grads)
             return tuple(a + b for a, b in zip(dx, dx_through_kv, strict=True)), grads
 
         return output, pullback

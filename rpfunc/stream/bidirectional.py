@@ -10,7 +10,8 @@ import torch
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, accumulator_dtype
-from rpfunc.stream.flat import accumulate, floating, overwrite, rows, spans, vjp, write
+from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.flat import floating, overwrite, rows, spans, write
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,21 @@ class Bidirectional:
         dx: Flat | None = None
         for start, stop in pieces:
             piece, dy = batch.rows(start, stop), rows(cotangent, start, stop)
-            _, pull = vjp(
+            _, pull = vjp_into(
                 lambda params, x, kv, piece=piece: self.rows(params, x, kv, piece), params, rows(x, start, stop), kv
             )
-            dparams, dx_rows, dseen = pull(dy)
-            grads = accumulate(grads, dparams, foreign=cotangent + dx_rows)
+            grads, (dx_rows, dseen) = pull(dy, grads)
             for place, part in zip(dkv, dseen, strict=True):
                 place.add_(part)
             dx = overwrite(dx, cotangent, dx_rows, start, stop, batch.num_rows)
         for start, stop in pieces:
             piece = batch.rows(start, stop)
-            left, pull = vjp(lambda params, x, piece=piece: self.kv(params, x, piece), params, rows(x, start, stop))
+            left, pull = vjp_into(
+                lambda params, x, piece=piece: self.kv(params, x, piece), params, rows(x, start, stop)
+            )
             kinds = floating(left)[0]
             dleft = tuple(leaf[:, start:stop].to(kind.dtype) for leaf, kind in zip(dkv, kinds, strict=True))
-            dparams, dx_rows = pull(dleft)
-            grads = accumulate(grads, dparams, foreign=dleft + dx_rows)
+            grads, (dx_rows,) = pull(dleft, grads)
             for place, part in zip(dx or (), dx_rows, strict=True):
                 place[:, start:stop].add_(part)
         return dx or (), grads or ()

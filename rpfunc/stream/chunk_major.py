@@ -23,6 +23,11 @@ from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Grads, Streaming
 
 
+def can_step(layers: Sequence[Layer]) -> bool:
+    """Returns whether the last layers of a model can work a chunk at a time, in order."""
+    return all(isinstance(layer.form, Stepping) for layer in layers) and isinstance(layers[-1].form, RowWise)
+
+
 def check_stepping(layers: Sequence[Layer]) -> None:
     """Raises PlanError naming every layer of a model that cannot work a chunk at a time, in order."""
     problems = [

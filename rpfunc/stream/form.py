@@ -10,7 +10,8 @@ import torch
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
-from rpfunc.stream.flat import accumulate, floating, overwrite, own, rows, spans, vjp, write
+from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
 from rpfunc.stream.memory import Memory
 
 Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
@@ -87,16 +88,15 @@ class Stepping(ABC):
         def step(params: Any, x: Any, past: Any) -> tuple[Any, Any]:
             return self.step(params, x, past, batch)
 
-        (output, left), pull = vjp(step, params, x, memory.past(start))
+        (output, left), pull = vjp_into(step, params, x, memory.past(start))
         left_leaves = floating(left)[0]
 
         def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
             dleft = memory.cotangent(start, stop)
             if dleft is None:
                 dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)
-            dparams, dx, dpast = pull(cotangent + dleft)
-            dpast = own(dpast, foreign=cotangent + dleft + dx)
-            memory.receive(dpast, start)
-            return dx, accumulate(grads, dparams, foreign=cotangent + dleft + dx + dpast)
+            grads, (dx, dpast) = pull(cotangent + dleft, grads)
+            memory.receive(own(dpast, foreign=cotangent + dleft + dx + grads), start)
+            return dx, grads
 
         return output, pullback

@@ -11,7 +11,8 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.stream.flat import accumulate, own, rows, spans, vjp, write
+from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.flat import own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 
 Derivative = Callable[[Tensor], Tensor]
@@ -50,15 +51,14 @@ def head_vjp(
         def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
             return objective.score(layer.form.full(params, x, piece), piece)
 
-        scores, pull = vjp(score, selected, x_rows)
+        scores, pull = vjp_into(score, selected, x_rows)
         # shared with later chunks: whatever comes to lie in its memory is copied
         cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
-        dparams, dx_rows = pull((cotangent,))
+        grads, (dx_rows,) = pull((cotangent,), grads)
         sums = _sum(scores) if sums is None else sums + _sum(scores)
-        grads = accumulate(grads, dparams, foreign=(*dx_rows, cotangent))
         dx = own(dx_rows, foreign=(cotangent,)) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
         # not held while the next chunk's are computed: each is as large as the head
-        del scores, pull, cotangent, dparams
+        del scores, pull, cotangent
     assert sums is not None
     return sums, dx or (), grads or ()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
+from rpfunc.stream.chunk_major import can_step, chunk_fused
 from rpfunc.stream.form import Pullback
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.linearize import forward, linearize
@@ -71,7 +72,17 @@ def layer_fused(
     how: Streaming,
     grads: Grads,
 ) -> tuple[Tensor, Flat, Grads]:
-    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one."""
+    """Returns (F, dx, grads with contributions) of the model's last layers: forward, loss and backward in one.
+
+    Where F is linear and nothing looks ahead, the layer before the head joins it and goes chunk by chunk, last chunk
+    first: its output and that output's cotangent never exist whole, and its forward is not computed twice.
+    """
+    if how.chunk is not None and objective.linear and len(layers) > 2 and can_step(layers[-2:]):
+        hidden, pullbacks = layer_linearize(layers[:-2], params, x, batch, how.chunk)
+        loss, cotangent, updated = chunk_fused(layers[-2:], objective, params, hidden, batch, total, how, grads)
+        del hidden
+        dx, updated = layer_transpose(layers[:-2], pullbacks, cotangent, updated)
+        return loss, dx, updated
     *body, head = layers
     hidden, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
     derivative = derivative_of(

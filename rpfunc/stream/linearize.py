@@ -6,7 +6,8 @@ from typing import Any
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
-from rpfunc.stream.flat import accumulate, own, vjp
+from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.flat import own
 from rpfunc.stream.form import Pullback
 
 
@@ -26,11 +27,11 @@ def linearize(
     """
     selected = layer.select(params)
     if chunk is None:
-        output, pull = vjp(lambda params, x: layer.form.full(params, x, batch), selected, x)
+        output, pull = vjp_into(lambda params, x: layer.form.full(params, x, batch), selected, x)
 
         def kept(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
-            dparams, dx = pull(cotangent)
-            return dx, accumulate(grads, dparams, foreign=cotangent + dx)
+            grads, (dx,) = pull(cotangent, grads)
+            return dx, grads
 
         return output, kept
 

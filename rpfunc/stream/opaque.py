@@ -8,7 +8,7 @@ from typing import Any
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
-from rpfunc.stream.flat import accumulate, vjp
+from rpfunc.stream.accumulate import vjp_into
 
 
 def opaque(function: Callable[[Any, Any, Batch], Any]) -> Opaque:
@@ -36,9 +36,9 @@ class Opaque:
     ) -> tuple[Flat, Flat]:
         """Returns (dx, grads + dparams), in one piece, recomputing the forward."""
         del chunk
-        _, pull = vjp(lambda params, x: self.function(params, x, batch), params, x)
-        dparams, dx = pull(cotangent)
-        return dx, accumulate(grads, dparams, foreign=cotangent + dx)
+        _, pull = vjp_into(lambda params, x: self.function(params, x, batch), params, x)
+        grads, (dx,) = pull(cotangent, grads)
+        return dx, grads
 
     def precompose(self, function: Callable[[Any], Any]) -> Opaque:
         """Returns the form that applies `function` to its parameters first."""

@@ -6,7 +6,7 @@ from itertools import chain, combinations, product
 
 from hypothesis import strategies as st
 
-from rpfunc.plan import Plan
+from rpfunc.plan import LayerCost, Plan
 from rpfunc.schedule import Schedule, Task
 from rpfunc.schedule.task import KINDS
 
@@ -26,6 +26,17 @@ def every_plan(num_layers: int) -> list[Plan]:
     return plans
 
 
+def every_symmetric_plan(num_layers: int) -> list[Plan]:
+    """Returns all plans that cut forward and backward alike and fuse nothing: 2^(num_layers-1) of them.
+
+    >>> len(every_symmetric_plan(4))
+    8
+    """
+    inner = range(1, num_layers)
+    cuts = chain.from_iterable(combinations(inner, size) for size in range(num_layers))
+    return [Plan.symmetric(num_layers, [0, *starts]) for starts in cuts]
+
+
 @st.composite
 def plans(draw: st.DrawFn, num_layers: int) -> Plan:
     """Draws any plan for `num_layers` layers: where the fused stage starts, forward cuts, backward cuts."""
@@ -35,6 +46,12 @@ def plans(draw: st.DrawFn, num_layers: int) -> Plan:
     inner = st.sets(st.integers(1, fused_start - 1)) if fused_start > 1 else st.just(set[int]())
     forward, backward = (sorted(draw(inner)) for _ in range(2))
     return Plan.cut(num_layers, [0, *forward, fused_start], [0, *backward, fused_start])
+
+
+def layer_costs(num_layers: st.SearchStrategy[int], most: int = 9) -> st.SearchStrategy[list[LayerCost]]:
+    """Draws costs of layers, each of their numbers an integer from 0 to `most`, whatever the others are."""
+    numbers = st.tuples(*[st.integers(0, most)] * 9).map(lambda drawn: LayerCost(*drawn))
+    return num_layers.flatmap(lambda num: st.lists(numbers, min_size=num, max_size=num))
 
 
 def chunks(num_rows: int) -> st.SearchStrategy[int | None]:

@@ -21,7 +21,6 @@ from rpfunc.errors import CheckpointError
 from rpfunc.model import Model
 from rpfunc.models import decoder
 from rpfunc.objectives import sft
-from rpfunc.plan import Plan
 from rpfunc.runtime import Cpu
 from rpfunc.runtime.state import State
 from rpfunc.schedule.timeline import Timeline
@@ -140,7 +139,7 @@ def run(
         model=setting.model,
         objective=sft(),
         optimizer=build_optimizer(options),
-        plan=None if execution.plan is None else Plan.parse(execution.plan),
+        plan=execution.plan,
         workers=[Cpu(execution.threads)] * execution.workers,
         microbatches=execution.microbatches,
         chunk=execution.chunk,

@@ -56,7 +56,7 @@ class ExecutionOptions:
     chunk: int | None = None
     """Rows worked on at a time; none: whole rows."""
     plan: str | None = None
-    """Stages, as in "F0:4 X4:6 B0:2 B2:4"; none: chosen from the layers' FLOPs."""
+    """Stages, as in "F0:4 X4:6 B0:2 B2:4"; "auto": from times that the first steps measure; none: from FLOPs."""
     recompute: bool = True
     """Keep only stage inputs between forward and backward."""
 
@@ -113,7 +113,7 @@ class TrainOptions:
             problems.append(f"model.vocabulary is {self.model.vocabulary}, bytes need at least 256")
         if problems:
             raise OptionsError.listing("options", problems)
-        if execution.plan is not None:
+        if execution.plan not in (None, "auto"):
             Plan.parse(execution.plan).check(self.model.layers + 2)
 
 

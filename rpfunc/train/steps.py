@@ -16,10 +16,12 @@ from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
 from rpfunc.optim import Transformation, global_norm, step, step_donated
 from rpfunc.plan.plan import Plan
+from rpfunc.runtime.job import Job, choose_plan
 from rpfunc.runtime.state import State
-from rpfunc.runtime.value_and_grad import Job, Running, Workers, choose_plan, open_runtime, start
+from rpfunc.runtime.value_and_grad import Running, Workers, open_runtime, start
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.streaming import Order, Streaming
+from rpfunc.train.auto_plan import AutoPlan, advance
 
 END: Any = object()
 """What comes after the last batch."""
@@ -67,8 +69,10 @@ def train_steps(
 
     p[k+1] = p[k] + u(gradient at p[k]): the optimizer is synchronous. A step whose total is 0 changes nothing but the
     step count; one whose gradient is not finite neither, or raises GradientError with nonfinite="raise". With `donate`
-    the update overwrites the state it was given: a yielded state is good until the next one is asked for. The other
-    arguments are those of `value_and_grad`.
+    the update overwrites the state it was given: a yielded state is good until the next one is asked for. With
+    plan="auto" the first steps measure each layer, and the plan follows from that; it is measured anew where times
+    drift (see `rpfunc.train.auto_plan`), and no result changes by a bit. The other arguments are those of
+    `value_and_grad`.
     The next batch is asked for before a state is yielded: batches that depend on the newest state (rollouts) want one
     call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
@@ -81,10 +85,11 @@ def train_steps(
         problems.append(f"optimizer is a {type(optimizer).__name__}, needs one of rpfunc.optim")
     if problems:
         raise OptionsError.listing("options", problems)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    automatic = plan == "auto"
+    chosen = None if automatic else Plan.parse(plan) if isinstance(plan, str) else plan
     how = Streaming(chunk, head_chunk, order)
     job = Job(model, objective, chosen, microbatches, how, recompute, frozen)
-    return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite)
+    return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite, automatic)
 
 
 def _steps(
@@ -95,15 +100,19 @@ def _steps(
     workers: Workers,
     donate: bool,
     nonfinite: str,
+    automatic: bool,
 ) -> Generator[tuple[State, StepResult], None, None]:
     with open_runtime(workers) as runtime:
+        planner = AutoPlan.begin(job.model.num_layers, runtime.num_workers) if automatic else None
 
         def begin(state: State) -> Running | None:
             nonlocal job
             batch = next(batches, END)
             if batch is END:
                 return None
-            if job.plan is None:  # chosen once, for batches like the first
+            if planner is not None:
+                job = replace(job, plan=planner.plan)
+            elif job.plan is None:  # chosen once, for batches like the first
                 prepared = job.objective.prepare(batch)
                 job = replace(job, plan=choose_plan(job, state.params, prepared, runtime.num_workers))
             return start(job, state.params, batch, runtime)
@@ -112,6 +121,8 @@ def _steps(
         try:
             while running is not None:
                 result, grads = running.wait()
+                if planner is not None:
+                    planner = advance(planner, result.timeline)
                 norm = global_norm(grads)
                 finite = math.isfinite(norm) and math.isfinite(result.loss.item())
                 if not finite and nonfinite == "raise":

@@ -1,11 +1,14 @@
 """Every plan, worker count, microbatch count and chunk size computes the gradient of the same function."""
 
+from itertools import chain, combinations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpfunc import value_and_grad
+from rpfunc import Plan, value_and_grad
 from rpfunc.testing import assert_computes, exact, strategies
+from rpfunc.testing.schedules import unfused_plans
 
 OBJECTIVES = {"linear": exact.linear, "squared": exact.squared}
 BODIES = (("square", "causal"), ("causal", "relu", "square"), ("relu", "bidirectional"), ("square", "opaque", "linear"))
@@ -25,6 +28,26 @@ def test_every_plan_of_four_layers_is_exact(index, plan):
     assert_computes(function, exact.model(), exact.linear(), exact.init(seed=index), exact.batch(3, 6, seed=index))
 
 
+CUTS = [[0, *cut] for cut in chain.from_iterable(combinations((1, 2, 3), size) for size in range(4))]
+
+
+@pytest.mark.parametrize(("index", "forward"), list(enumerate(CUTS)))
+def test_every_plan_of_four_layers_without_a_fused_stage_is_exact(index, forward):
+    for place, backward in enumerate(CUTS):
+        plan = Plan(Plan.symmetric(4, forward).forward, None, Plan.symmetric(4, backward).backward)
+        objective = (exact.linear, exact.squared)[(index + place) % 2]()
+        function = value_and_grad(
+            exact.model(),
+            objective,
+            plan=plan,
+            workers=(None, 1, 2, 3, 4)[place % 5],
+            microbatches=1 + place % 3,
+            chunk=(None, 1, 2, 12)[(index + place) % 4],
+            recompute=place % 2 == 0,
+        )
+        assert_computes(function, exact.model(), objective, exact.init(seed=place), exact.batch(3, 4, seed=place))
+
+
 @settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_any_run_is_exact(data):
@@ -36,7 +59,7 @@ def test_any_run_is_exact(data):
     function = value_and_grad(
         model,
         objective,
-        plan=data.draw(strategies.plans(model.num_layers) | st.none(), "plan"),
+        plan=data.draw(strategies.plans(model.num_layers) | unfused_plans(model.num_layers) | st.none(), "plan"),
         workers=data.draw(strategies.workers(), "workers"),
         microbatches=data.draw(strategies.microbatches(), "microbatches"),
         chunk=data.draw(strategies.chunks(num_rows), "chunk"),

@@ -55,7 +55,8 @@ def broken_model(place, when):
 
 
 def run(model, workers, **options):
-    return value_and_grad(model, exact.linear(), plan=PLAN, microbatches=4, workers=workers, **options)(PARAMS, BATCH)
+    options = {"plan": PLAN, "microbatches": 4, "workers": workers} | options
+    return value_and_grad(model, exact.linear(), **options)(PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
@@ -99,6 +100,43 @@ def test_in_the_callers_own_thread_the_error_is_the_same():
     with pytest.raises(BrokenError) as caught:
         run(broken_model(1, "forward"), None)
     assert caught.value.__notes__ == ["rpfunc: in task 1F0 (layers 1:3, microbatch 0) on worker 0"]
+
+
+HALVED = {
+    "plan": Plan.symmetric(4, [0, 2]),
+    "microbatches": 2,
+    "schedule": "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I0 1I1 1W0 1W1",
+}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("place", "when", "note"),
+    [
+        (3, "forward", "rpfunc: in task 1F0 (layers 2:4, microbatch 0) on worker 1"),
+        (3, 2, "rpfunc: in task 1I0 (layers 2:4, microbatch 0) on worker 1"),
+        (3, 4, "rpfunc: in task 1W0 (layers 2:4, microbatch 0) on worker 1"),
+        (1, "backward", "rpfunc: in task 0I0 (layers 0:2, microbatch 0) on worker 0"),
+        (0, 3, "rpfunc: in task 0W0 (layers 0:2, microbatch 0) on worker 0"),
+    ],
+)
+def test_a_failure_in_half_a_backward_pass_names_the_half(place, when, note, workers):
+    """Layer 3 runs forward twice in F, twice in I, then in W."""
+    with pytest.raises(BrokenError) as caught:
+        run(broken_model(place, when), workers, **HALVED)
+    assert caught.value.__notes__ == [note]
+
+
+@pytest.mark.parametrize("when", range(9))
+def test_wherever_halves_and_blocks_fail_nothing_hangs(when):
+    lines = ["0F0 0F1 0I0 0B2", "1F0 1F3 1I0 1B2 0W0", "0F2 0F3 1F1 1F2 1W0 1B3", "1B1 0B1 0B3"]
+    options = HALVED | {"microbatches": 4, "blocks": 2, "schedule": "\n".join(lines)}
+    began = time.monotonic()
+    with pytest.raises(BrokenError) as caught:
+        run(broken_model(1, when), 4, **options)
+    assert time.monotonic() - began < LIMIT_S
+    assert caught.value.__notes__[0].startswith("rpfunc: in task ")
+    run(SOUND, 4, **options)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, StopIteration])

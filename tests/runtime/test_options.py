@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rpfunc import Batch, Cpu, Layer, Model, Plan, Runtime, value_and_grad
-from rpfunc.errors import BatchError, OptionsError, PlanError
+from rpfunc.errors import BatchError, OptionsError, PlanError, ScheduleError
 from rpfunc.objectives import sft
+from rpfunc.schedule import Schedule, gpipe
 from rpfunc.stream import opaque, rowwise
 from rpfunc.testing import assert_computes, exact
 
@@ -36,6 +37,113 @@ def test_bad_options_are_refused_when_the_function_is_made(options, message):
     with pytest.raises(OptionsError) as caught:
         value_and_grad(MODEL, exact.linear(), **options)
     assert str(caught.value) == message
+
+
+TWO_LINES = "0F0 0F1 0B0 0B1\n1X0 1X1"
+HALF = Plan.parse("F0:2 X2:4 B0:2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": 0}, "options: blocks is 0, it must be 1 to microbatches, which is 1"),
+        ({"microbatches": 2, "blocks": 3}, "options: blocks is 3, it must be 1 to microbatches, which is 2"),
+        (
+            {"schedule": ["0X0"]},
+            "options: schedule is a list, needs a Schedule, its text, or a function (work, num_workers) -> Schedule "
+            "such as rpfunc.schedule.round_robin",
+        ),
+        (
+            {"schedule": TWO_LINES, "microbatches": 2},
+            "options: schedule runs the stages 0B, 0F, 1X, so it needs the plan that says which layers they are, as in "
+            "plan='F0:4 X4:6 B0:2 B2:4'",
+        ),
+    ],
+)
+def test_schedules_and_blocks_that_cannot_work_are_refused_when_the_function_is_made(options, message):
+    with pytest.raises(OptionsError) as caught:
+        value_and_grad(MODEL, exact.linear(), **options)
+    assert str(caught.value) == message
+
+
+def test_text_that_is_no_schedule_is_refused_when_the_function_is_made():
+    with pytest.raises(ScheduleError, match="'0Q0'"):
+        value_and_grad(MODEL, exact.linear(), schedule="0X0 0Q0")
+
+
+def test_a_plan_that_trains_nothing_is_refused():
+    with pytest.raises(PlanError) as caught:
+        value_and_grad(MODEL, exact.linear(), plan="F0:2 F2:4")
+    assert str(caught.value) == (
+        "plan 'F0:2 F2:4': has no backward stage, so it gives no gradient; needs some, as in 'F0:2 F2:4 B0:2 B2:4'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": None}, "schedule: has 2 lines, one a worker, and there is 1 worker; workers=2 would do"),
+        (
+            {"workers": 2, "schedule": TWO_LINES + "\n\n", "microbatches": 1},
+            "schedule: 2 problems\n"
+            "  - has 4 lines, one a worker, and there are 2 workers; workers=4 would do\n"
+            "  - has 2 microbatches, the batch is cut into 1",
+        ),
+        ({"workers": 2, "microbatches": 1}, "schedule: has 2 microbatches, the batch is cut into 1"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_workers_or_the_batch_is_refused(options, message):
+    with pytest.raises(ScheduleError) as caught:
+        run(**{"plan": HALF, "schedule": TWO_LINES, "microbatches": 2} | options)
+    assert str(caught.value) == message
+    assert threading.active_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("0F0 0F1 0B0 0B1\n1X0", "1X1 is missing"),
+        ("0F0 0F1 0B0 0B1\n1X1 1X0", "1X1"),
+        ("0F0 0F1 0I0 0B1\n1X0 1X1", "0W0 is missing"),
+    ],
+)
+def test_a_schedule_that_does_not_do_the_work_is_refused_before_any(schedule, message):
+    calls = []
+    model = Model((Layer("watched", rowwise(lambda *inputs: calls.append(inputs) or 1 / 0)), *MODEL.layers[1:]))
+    with pytest.raises(ScheduleError, match=message):
+        value_and_grad(model, exact.linear(), plan=HALF, schedule=schedule, workers=2, microbatches=2)(PARAMS, BATCH)
+    assert not calls
+
+
+def test_a_generator_that_needs_another_plan_says_so_and_one_that_returns_no_schedule_is_named():
+    with pytest.raises(ScheduleError, match="gpipe: "):
+        run(schedule=gpipe, workers=2, microbatches=2)
+    with pytest.raises(OptionsError) as caught:
+        run(schedule=lambda work, num_workers: str(gpipe(work, num_workers)), plan=Plan.symmetric(4, [0, 2]), workers=2)
+    assert str(caught.value) == "schedule: the function returned a str, it must return a Schedule"
+
+
+def test_workers_that_a_schedule_has_no_line_for_are_idle():
+    result, _ = run(schedule=TWO_LINES, plan=HALF, workers=4, microbatches=2)
+    assert result.timeline.num_workers == 4
+    assert {event.worker for event in result.timeline.events} == {0, 1}
+
+
+def test_a_schedule_of_the_fused_stage_alone_needs_no_plan():
+    function = value_and_grad(
+        MODEL, exact.linear(), schedule=Schedule.parse("0X1\n0X0"), workers=2, microbatches=2, blocks=2
+    )
+    assert_computes(function, MODEL, exact.linear(), PARAMS, BATCH)
+
+
+def test_a_given_schedule_leaves_the_cursor_where_it_is():
+    with Runtime([Cpu(), Cpu(), Cpu()]) as runtime:
+        run(workers=runtime, plan=HALF)
+        assert runtime.cursor == 0
+        run(workers=runtime, plan="F0:1 F1:2 X2:4 B0:2")
+        assert runtime.cursor == 1
+        run(workers=runtime, plan=HALF, schedule=TWO_LINES, microbatches=2)
+        assert runtime.cursor == 1
 
 
 def test_no_workers_at_all_are_refused():

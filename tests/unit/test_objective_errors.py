@@ -5,8 +5,9 @@ from inspect import unwrap  # past the shape checks of tests, that would refuse 
 import pytest
 import torch
 
-from rpfunc import Batch
+from rpfunc import Batch, logprobs, random, value, value_and_grad
 from rpfunc.errors import BatchError, OptionsError
+from rpfunc.models import decoder
 from rpfunc.objectives import dpo, grpo, kto, orpo, ppo, sft, simpo
 
 LABELS = torch.zeros(2, 3, dtype=torch.int64)
@@ -159,3 +160,26 @@ def test_batches(objective, batch, message):
 def test_an_odd_number_of_examples_is_no_batch_of_pairs():
     with pytest.raises(BatchError, match="3 examples are no multiple of group_size 2"):
         Batch(row={"labels": torch.zeros(3, 4, dtype=torch.int64)}, group_size=2)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_ids_outside_the_vocabulary_are_named(chunk):
+    config = decoder.DecoderConfig(vocabulary=8, width=8, layers=1, heads=1, kv_heads=1, head_size=8, mlp_width=8)
+    params = decoder.init(config, random.key(0))
+    tokens, labels = torch.tensor([[1, 2, 7, 0]]), torch.tensor([[1, 2, -100, 9]])
+    gradient = value_and_grad(decoder.model(config), sft(), chunk=chunk)
+    for wrong, message in (
+        ({"tokens": tokens, "labels": labels}, "row leaf 'labels' holds 9; the logits are of tokens 0 to 7"),
+        ({"tokens": tokens + 1, "labels": tokens}, "row leaf 'tokens' holds 8; the model's vocabulary is 0 to 7"),
+        ({"tokens": tokens - 1, "labels": tokens}, "row leaf 'tokens' holds -1; the model's vocabulary is 0 to 7"),
+    ):
+        with pytest.raises(BatchError) as caught:
+            gradient(params, Batch(row=wrong))
+        assert str(caught.value) == f"batch: {message}"
+    batch = Batch(row={"tokens": tokens, "labels": labels})
+    for forward in (
+        lambda: logprobs(decoder.model(config), params, batch, chunk=chunk),
+        lambda: value(decoder.model(config), sft(), chunk=chunk)(params, batch),
+    ):
+        with pytest.raises(BatchError, match="row leaf 'labels' holds 9"):
+            forward()

@@ -1,0 +1,144 @@
+"""Schedules side by side: each with the plan that suits it, on one model and one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rpfunc.errors import OptionsError
+from rpfunc.plan.classic import classic_partition
+from rpfunc.plan.costs import LayerCost, StageCosts, stage_costs
+from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.plan.plan import Plan
+from rpfunc.plan.search import search
+from rpfunc.schedule.gpipe import gpipe
+from rpfunc.schedule.greedy import greedy
+from rpfunc.schedule.interleaved import interleaved
+from rpfunc.schedule.looped_bfs import looped_bfs
+from rpfunc.schedule.one_f_one_b import one_f_one_b
+from rpfunc.schedule.report import Report, report
+from rpfunc.schedule.simulate import simulate
+from rpfunc.schedule.steady import steady_state
+from rpfunc.schedule.task import Schedule
+from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.workload import Workload
+from rpfunc.schedule.zero_bubble import halve, zb_h1, zb_v
+
+Generator = Callable[[Workload, int], Schedule]
+
+RESIDENT = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v")
+"""Schedules whose parameters stay on their worker, and are not moved."""
+
+DEALT = ("round_robin", "split_dispatch", "greedy")
+"""Schedules that may join iterations, one update late: any worker runs any stage."""
+
+SCHEDULES = (*RESIDENT, "looped_bfs", *DEALT)
+
+
+class Compared(NamedTuple):
+    """One schedule with its plan.
+
+    bubble, report    of one iteration alone, the workers drained at its end
+    steady_bubble     of iterations that follow each other without end, one update late; None for classic pipelines
+    steady_time       of one of those
+    """
+
+    name: str
+    plan: Plan
+    work: Workload
+    costs: StageCosts
+    schedule: Schedule
+    timeline: Timeline
+    report: Report
+    steady_bubble: float | None
+    steady_time: float | None
+
+    @property
+    def fits(self) -> float:
+        """The bytes that the fullest worker needs."""
+        return max(self.report.peak_bytes)
+
+
+def compare(
+    layers: Sequence[LayerCost],
+    workers: int,
+    microbatches: int,
+    hardware: Hardware = COMPUTE_ONLY,
+    names: Sequence[str] = SCHEDULES,
+) -> Iterator[Compared]:
+    """Yields each schedule, with the best plan that is known for it, simulated.
+
+    Classic pipelines have the best contiguous partition; interleaved and looped ones as many stages a worker as is
+    fastest. Dealt ones have the plan that `search` finds for one iteration, with at least as many slots as workers
+    (greedy that of split_dispatch), and for their steady state the one that it finds for joined iterations.
+    Raises OptionsError for unknown names, and what `search` raises.
+    """
+    unknown = [name for name in names if name not in SCHEDULES]
+    if unknown:
+        raise OptionsError(f"schedule: there is no {', '.join(unknown)}, there are {', '.join(SCHEDULES)}")
+    for name in names:
+        if name in DEALT:
+            yield _dealt(name, layers, workers, microbatches, hardware)
+        else:
+            stages = [count for count in _stage_counts(name, workers) if count <= len(layers)]
+            found = [_classic(name, layers, workers, microbatches, hardware, count) for count in stages]
+            yield from [min(found, key=lambda row: row.report.makespan)] if found else []
+
+
+def _stage_counts(name: str, workers: int) -> Sequence[int]:
+    if name in ("interleaved", "looped_bfs"):
+        return [workers * times for times in range(2 if name == "interleaved" else 1, 13)]
+    return [2 * workers] if name == "zb_v" else [workers]
+
+
+def _classic(
+    name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware, stages: int
+) -> Compared:
+    generators: dict[str, Generator] = {
+        "gpipe": gpipe,
+        "one_f_one_b": one_f_one_b,
+        "interleaved": interleaved,
+        "looped_bfs": looped_bfs,
+        "zb_h1": zb_h1,
+        "zb_v": zb_v,
+    }
+    # a V's workers have stages n and 2N - 1 - n: its stages are balanced one by one
+    plan = classic_partition(layers, stages, stages if name == "zb_v" else workers)
+    work = Workload(plan.slots, microbatches)
+    schedule = generators[name](work, workers)
+    work = halve(work) if name in ("zb_h1", "zb_v") else work
+    return _compared(name, plan, work, schedule, layers, hardware)
+
+
+def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware) -> Compared:
+    options = {"split": name != "round_robin", "least_slots": workers}
+    once = search(layers, workers, microbatches, hardware, **options).deal  # type: ignore[arg-type]
+    joined = search(layers, workers, microbatches, hardware, staleness=1, joined=True, **options).deal  # type: ignore[arg-type]
+    work = once.workload(microbatches)
+    costs = stage_costs(once.plan, layers)
+    schedule = greedy(work, workers, costs) if name == "greedy" else once.schedule(work, workers)
+    row = _compared(name, once.plan, work, schedule, layers, hardware)
+    steady = steady_state(
+        partial(joined.schedule, num_workers=workers),
+        joined.workload(microbatches, staleness=1),
+        stage_costs(joined.plan, layers),
+        hardware,
+    )
+    if name == "greedy":
+        return row
+    return row._replace(steady_bubble=steady.bubble, steady_time=steady.iteration_time)
+
+
+def _compared(
+    name: str, plan: Plan, work: Workload, schedule: Schedule, layers: Sequence[LayerCost], hardware: Hardware
+) -> Compared:
+    costs, resident = stage_costs(plan, layers), name in RESIDENT
+    moving = (
+        {slot: cost._replace(parameter_bytes=0.0, gradient_bytes=0.0) for slot, cost in costs.items()}
+        if resident
+        else costs
+    )
+    timeline = simulate(schedule, moving, hardware, work)
+    found = report(timeline, schedule, costs, hardware, work, resident=resident)
+    return Compared(name, plan, work, costs, schedule, timeline, found, None, None)

@@ -1,0 +1,115 @@
+"""What a gradient computation was asked for, checked before any work; its plan and schedule for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rpfunc import tree
+from rpfunc.batch import Batch
+from rpfunc.errors import OptionsError, PlanError, ScheduleError
+from rpfunc.model import Model, Params
+from rpfunc.objectives.objective import Objective
+from rpfunc.plan.flops import forward_flops
+from rpfunc.plan.partition import partition
+from rpfunc.plan.plan import Plan
+from rpfunc.schedule.round_robin import round_robin
+from rpfunc.schedule.task import Schedule
+from rpfunc.schedule.validate import halved_as, validate
+from rpfunc.schedule.workload import Workload
+from rpfunc.stream.chunk_major import check_stepping
+from rpfunc.stream.streaming import Streaming
+
+Scheduler = Callable[[Workload, int], Schedule]
+"""(work, num_workers) -> the schedule: the form that the generators in `rpfunc.schedule` have."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `value_and_grad` was asked for. Raises OptionsError or PlanError listing what cannot work."""
+
+    model: Model
+    objective: Objective
+    plan: Plan | None
+    microbatches: int
+    streaming: Streaming
+    recompute: bool
+    frozen: tree.Mask | None
+    schedule: Schedule | Scheduler | None = None
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        problems = self.streaming.problems()
+        kinds = {"model": (self.model, Model), "objective": (self.objective, Objective)}
+        problems += [
+            f"{name} is a {type(found).__name__}, needs {kind.__name__} (a function such as sft must be called)"
+            for name, (found, kind) in kinds.items()
+            if not isinstance(found, kind)
+        ]
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            problems.insert(0, f"microbatches is {self.microbatches!r}, it must be at least 1")
+        elif not isinstance(self.blocks, int) or not 1 <= self.blocks <= self.microbatches:
+            problems.append(f"blocks is {self.blocks!r}, it must be 1 to microbatches, which is {self.microbatches}")
+        if self.streaming.order == "chunk" and not self.recompute:
+            problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
+        if not (self.schedule is None or isinstance(self.schedule, Schedule) or callable(self.schedule)):
+            problems.append(
+                f"schedule is a {type(self.schedule).__name__}, needs a Schedule, its text, or a function "
+                "(work, num_workers) -> Schedule such as rpfunc.schedule.round_robin"
+            )
+        if self.plan is None and isinstance(self.schedule, Schedule):
+            stages = sorted({f"{stage}{kind}" for stage, kind, _ in self.schedule.tasks} - {"0X"})
+            if stages:
+                problems.append(
+                    f"schedule runs the stages {', '.join(stages)}, so it needs the plan that says which layers "
+                    "they are, as in plan='F0:4 X4:6 B0:2 B2:4'"
+                )
+        if problems:
+            raise OptionsError.listing("options", problems)
+        if self.streaming.order == "chunk":
+            check_stepping(self.model.layers)
+        if self.plan is not None:
+            if not self.plan.backward and self.plan.fused is None:
+                backward = Plan((), None, self.plan.forward)
+                raise PlanError(
+                    f"plan '{self.plan}': has no backward stage, so it gives no gradient; needs some, "
+                    f"as in '{self.plan} {backward}'"
+                )
+            self.plan.check(self.model.num_layers)
+
+
+def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:
+    """Returns the job's plan, or the one that suits so many workers."""
+    if job.plan is not None:
+        return job.plan
+    if num_workers == 1 or isinstance(job.schedule, Schedule):
+        return Plan.single(job.model.num_layers)
+    num_microbatches = len(prepared.microbatches(job.microbatches))
+    return partition(forward_flops(job.model, params, prepared), num_workers, num_microbatches)
+
+
+def choose_schedule(
+    job: Job, plan: Plan, num_microbatches: int, num_workers: int, cursor: int
+) -> tuple[Schedule, Workload]:
+    """Returns (the schedule, one line for each worker; the workload that it does).
+
+    Raises ScheduleError for a schedule that does not fit the workers, the plan or the microbatches, or never ends.
+    """
+    work = Workload(plan.slots, num_microbatches, min(job.blocks, num_microbatches))
+    if job.schedule is None:
+        return round_robin(work, num_workers, cursor), work
+    schedule = job.schedule if isinstance(job.schedule, Schedule) else job.schedule(work, num_workers)
+    if not isinstance(schedule, Schedule):
+        raise OptionsError(f"schedule: the function returned a {type(schedule).__name__}, it must return a Schedule")
+    lines, found = len(schedule.workers), len({task.microbatch for task in schedule.tasks})
+    problems = []
+    if lines > num_workers:
+        there = f"there are {num_workers} workers" if num_workers > 1 else "there is 1 worker"
+        problems.append(f"has {lines} lines, one a worker, and {there}; workers={lines} would do")
+    if found != num_microbatches:
+        problems.append(f"has {found} microbatches, the batch is cut into {num_microbatches}")
+    if problems:
+        raise ScheduleError.listing("schedule", problems)
+    work = halved_as(schedule, work)
+    validate(schedule, work)
+    return Schedule(schedule.workers + ((),) * (num_workers - lines)), work

@@ -1,0 +1,115 @@
+"""How a schedule runs once iterations follow each other without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rpfunc.plan.costs import StageCosts
+from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.schedule.simulate import simulate
+from rpfunc.schedule.task import Schedule
+from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.workload import Workload
+
+MOST_ITERATIONS = 256
+"""Simulated before the search for a period is given up."""
+
+
+class Steady(NamedTuple):
+    """A steady state.
+
+    bubble          share of the workers' time without computation
+    iteration_time  from the start of one iteration to the start of the next, on average
+    period          iterations after which everything repeats, on the same workers and at the same times; None if no
+                    such number was found: then the rest is the average over half of `MOST_ITERATIONS`
+    """
+
+    bubble: float
+    iteration_time: float
+    period: int | None
+
+
+def steady_state(
+    generate: Callable[[Workload], Schedule], work: Workload, costs: StageCosts, hardware: Hardware = COMPUTE_ONLY
+) -> Steady:
+    """Returns the steady state of the schedules that `generate` makes of ever more iterations of `work`.
+
+    Iterations are simulated until two of them, neighbours, have run as two neighbours before did: all tasks and
+    updates on the same workers, at the same times since the start of their iteration. What follows depends on nothing
+    else, so all repeats from there on, and over this period the bubble is exact: 1 - work / (workers * time). The last
+    iteration, which lacks a next one, is left out. Round-robin schedules come round to the same workers after
+    lcm(cards, workers) / cards iterations or a multiple.
+    Cost: that of simulating a few periods. Raises what `simulate` and `generate` raise.
+
+    >>> from functools import partial
+    >>> from rpfunc.plan.costs import StageCost
+    >>> from rpfunc.schedule.round_robin import round_robin
+    >>> costs = {("F", 0): StageCost(1), ("X", 1): StageCost(2), ("B", 0): StageCost(2)}
+    >>> work = Workload([("F", 0), ("X", 1), ("B", 0)], num_microbatches=4, staleness=1)
+    >>> steady_state(partial(round_robin, num_workers=2), work, costs)
+    Steady(bubble=0.0, iteration_time=10.0, period=2)
+    """
+    num_iterations = 8
+    while True:
+        longer = repeated(work, num_iterations)
+        schedule = generate(longer)
+        timeline = simulate(schedule, costs, hardware, longer)
+        passes = _passes(timeline, longer)[:-1]
+        period = _period(passes)
+        if period is not None or num_iterations >= MOST_ITERATIONS:
+            break
+        num_iterations *= 2
+    length = len(passes) // 2 if period is None else period
+    time = passes[-1].start - passes[-1 - length].start
+    busy = sum(costs[task.kind, task.stage].time for task in schedule.tasks if longer.iteration(task) == 0)
+    available = timeline.num_workers * time
+    return Steady(1 - length * busy / available if available else 0.0, time / length, period)
+
+
+def repeated(work: Workload, num_iterations: int) -> Workload:
+    """Returns the workload over so many iterations, each like the first."""
+    size = work.num_microbatches
+    first = [(stage, m) for stage, m in work.halved if m < size]
+    halved = frozenset((stage, m + size * i) for stage, m in first for i in range(num_iterations))
+    return replace(work, num_iterations=num_iterations, halved=halved)
+
+
+class _Pass(NamedTuple):
+    """How an iteration ran: its start, what ran on which worker, and at which times after the start."""
+
+    start: float
+    places: list[tuple[object, ...]]
+    times: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def _passes(timeline: Timeline, work: Workload) -> list[_Pass]:
+    rows: list[list[tuple[str, int, str, int, int, float]]] = [[] for _ in range(work.num_iterations)]
+    for worker, channel, (stage, kind, microbatch), start, _ in timeline.events:
+        if channel in ("compute", "update"):
+            iteration, place = divmod(microbatch, work.num_microbatches)
+            rows[iteration].append((channel, stage, kind, place, worker, start))
+    passes = []
+    for own in map(sorted, rows):
+        first = min(row[-1] for row in own)
+        passes.append(_Pass(first, [row[:-1] for row in own], np.array([float(row[-1] - first) for row in own])))
+    return passes
+
+
+def _period(passes: list[_Pass]) -> int | None:
+    """Returns the fewest iterations after which the last two passes repeat those before; None if they do not."""
+
+    def gap(before: int) -> float:
+        return passes[-1 - before].start - passes[-2 - before].start
+
+    def same(one: _Pass, other: _Pass) -> bool:
+        return one.places == other.places and np.allclose(one.times, other.times, rtol=0, atol=1e-9 * one.times.max())
+
+    for period in range(1, len(passes) - 1):
+        alike = all(same(passes[-1 - last], passes[-1 - last - period]) for last in (0, 1))
+        if alike and abs(gap(0) - gap(period)) <= 1e-9 * gap(0):
+            return period
+    return None

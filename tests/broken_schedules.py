@@ -1,0 +1,386 @@
+"""Schedules with one fault each, or several, and what `validate` has to say about them."""
+
+from typing import Any, NamedTuple
+
+from rpfunc import Plan
+from rpfunc.schedule import Schedule, Workload
+
+ONE = "F0:1 B0:1"
+TWO = "F0:1 F1:2 B0:1 B1:2"
+TURN = "F0:2 X2:3 B0:1 B1:2"
+
+
+class Broken(NamedTuple):
+    name: str
+    schedule: Schedule
+    work: Workload
+    options: dict[str, Any]
+    message: str
+
+
+def work(plan, num_microbatches, **options):
+    return Workload(Plan.parse(plan).slots, num_microbatches, **options)
+
+
+def broken(name, text, work, *message, **options):
+    return Broken(name, Schedule.parse(text), work, options, "\n".join(message))
+
+
+BROKEN = [
+    broken(
+        "a missing task",
+        "0F0 0F1 0B0\n1F0 1F1 1B0 1B1",
+        work(TWO, 2),
+        "schedule: 0B1 is missing",
+        "worker 0:  0F0   0F1   0B0",
+        "worker 1:  1F0   1F1   1B0   1B1",
+    ),
+    broken(
+        "many missing tasks",
+        "\n1F0 1F1 1F2",
+        work(TWO, 3),
+        "schedule: 9 problems",
+        "  - 0F0 is missing",
+        "  - 0F1 is missing",
+        "  - 0F2 is missing",
+        "  - 1B0 is missing",
+        "  - 1B1 is missing",
+        "  - 1B2 is missing",
+        "  - 0B0 is missing",
+        "  - 0B1 is missing",
+        "  - and 1 more",
+        "worker 0:",
+        "worker 1:  1F0   1F1   1F2",
+    ),
+    broken(
+        "a repeated task",
+        "0F0 0B0 0F0\n1F0 1B0",
+        work(TWO, 1),
+        "schedule: 0F0 stands 2 times: worker 0 place 0, worker 0 place 2",
+        "worker 0: >0F0<  0B0  >0F0<",
+        "worker 1:  1F0   1B0",
+    ),
+    broken(
+        "a task on two workers",
+        "0F0 0B0\n1F0 1B0\n0F0",
+        work(TWO, 1),
+        "schedule: 0F0 stands 2 times: worker 0 place 0, worker 2 place 0",
+        "worker 0: >0F0<  0B0",
+        "worker 1:  1F0   1B0",
+        "worker 2: >0F0<",
+    ),
+    broken(
+        "an unknown stage",
+        "0F0 0B0\n1F0 1B0 7F0",
+        work(TWO, 1),
+        "schedule: 7F0 is no part of the work: its stages are F 0 to 1, B 0 to 1",
+        "worker 0:  0F0   0B0",
+        "worker 1:  1F0   1B0  >7F0<",
+    ),
+    broken(
+        "an unknown kind",
+        "0F0 0B0\n1F0 1X0 1B0",
+        work(TWO, 1),
+        "schedule: 1X0 is no part of the work: its stages are F 0 to 1, B 0 to 1",
+        "worker 0:  0F0   0B0",
+        "worker 1:  1F0  >1X0<  1B0",
+    ),
+    broken(
+        "an unknown microbatch",
+        "0F0 0B0\n1F0 1B0 1F2",
+        work(TWO, 1),
+        "schedule: 1F2 is no part of the work: its last microbatch is 0",
+        "worker 0:  0F0   0B0",
+        "worker 1:  1F0   1B0  >1F2<",
+    ),
+    broken(
+        "neither stage nor microbatch",
+        "0F0 9B4 0B0\n1F0 1B0",
+        work(TWO, 1),
+        "schedule: 9B4 is no part of the work: its stages are F 0 to 1, B 0 to 1; its last microbatch is 0",
+        "worker 0:  0F0  >9B4<  0B0",
+        "worker 1:  1F0   1B0",
+    ),
+    broken(
+        "I without W",
+        "0F0 0I0\n1F0 1B0",
+        work(TWO, 1),
+        "schedule: 0W0 is missing, the other half of 0I0",
+        "worker 0:  0F0   0I0",
+        "worker 1:  1F0   1B0",
+    ),
+    broken(
+        "W without I",
+        "0F0 0W0\n1F0 1B0",
+        work(TWO, 1),
+        "schedule: 0I0 is missing, the other half of 0W0",
+        "worker 0:  0F0   0W0",
+        "worker 1:  1F0   1B0",
+    ),
+    broken(
+        "B beside I",
+        "0F0 0I0 0B0\n1F0 1B0",
+        work(TWO, 1),
+        "schedule: 0I0 stands beside 0B0: a backward pass is one task, B, or two, I and W",
+        "worker 0:  0F0  >0I0<  0B0",
+        "worker 1:  1F0   1B0",
+    ),
+    broken(
+        "B beside I and W",
+        "0F0 0B0\n1F0 1I0 1B0 1W0",
+        work(TWO, 1),
+        "schedule: 2 problems",
+        "  - 1I0 stands beside 1B0: a backward pass is one task, B, or two, I and W",
+        "  - 1W0 stands beside 1B0: a backward pass is one task, B, or two, I and W",
+        "worker 0:  0F0   0B0",
+        "worker 1:  1F0  >1I0<  1B0  >1W0<",
+    ),
+    broken(
+        "whole what the work halves",
+        "0F0 0B0 0F1 0B1",
+        work(ONE, 2, halved=frozenset([(0, 1)])),
+        "schedule: 3 problems",
+        "  - 0I1 is missing",
+        "  - 0W1 is missing",
+        "  - 0B1 is no part of the work: it has this backward pass in halves, 0I1 and 0W1",
+        "worker 0:  0F0   0B0   0F1  >0B1<",
+    ),
+    broken(
+        "halved what the work does whole",
+        "0F0 0I0 0W0 0F1 0I1 0W1",
+        work(ONE, 2, halved=frozenset([(0, 1)])),
+        "schedule: 3 problems",
+        "  - 0B0 is missing",
+        "  - 0I0 is no part of the work: it has this backward pass whole, 0B0",
+        "  - 0W0 is no part of the work: it has this backward pass whole, 0B0",
+        "worker 0:  0F0  >0I0< >0W0<  0F1   0I1   0W1",
+    ),
+    broken(
+        "backward before its forward",
+        "0F0 0B0\n1B0 1F0",
+        work(TWO, 1),
+        "schedule: worker 1 has 1B0 (place 0) before 1F0 (place 1): 1B0 needs 1F0",
+        "worker 0:  0F0   0B0",
+        "worker 1: >1B0< >1F0<",
+    ),
+    broken(
+        "forward before the stage before",
+        "1F0 0F0 1B0 0B0",
+        work(TWO, 1),
+        "schedule: worker 0 has 1F0 (place 0) before 0F0 (place 1): 1F0 needs 0F0",
+        "worker 0: >1F0< >0F0<  1B0   0B0",
+    ),
+    broken(
+        "backward before the turn",
+        "0F0 1B0 1X0 0B0",
+        work(TURN, 1),
+        "schedule: worker 0 has 1B0 (place 1) before 1X0 (place 2): 1B0 needs 1X0",
+        "worker 0:  0F0  >1B0< >1X0<  0B0",
+    ),
+    broken(
+        "W before I",
+        "0F0 0W0 0I0",
+        work(ONE, 1),
+        "schedule: worker 0 has 0W0 (place 1) before 0I0 (place 2): 0W0 needs 0I0",
+        "worker 0:  0F0  >0W0< >0I0<",
+    ),
+    broken(
+        "B before a halved pass's I",
+        "0F0 1F0 0B0 1I0 1W0",
+        work(TWO, 1),
+        "schedule: worker 0 has 0B0 (place 2) before 1I0 (place 3): 0B0 needs 1I0",
+        "worker 0:  0F0   1F0  >0B0< >1I0<  1W0",
+    ),
+    broken(
+        "gradients out of order",
+        "0X0 0X2 0X1",
+        work("X0:3", 3),
+        "schedule: worker 0 has 0X2 (place 1) before 0X1 (place 2): gradients are summed in microbatch order",
+        "worker 0:  0X0  >0X2< >0X1<",
+    ),
+    broken(
+        "weight gradients out of order",
+        "0F0 0F1 0I0 0I1 0W1 0W0",
+        work(ONE, 2),
+        "schedule: worker 0 has 0W1 (place 4) before 0W0 (place 5): gradients are summed in microbatch order",
+        "worker 0:  0F0   0F1   0I0   0I1  >0W1< >0W0<",
+    ),
+    broken(
+        "gradients out of order in the second block",
+        "0X0 0X1 0X3 0X2",
+        work("X0:3", 4, num_blocks=2),
+        "schedule: worker 0 has 0X3 (place 2) before 0X2 (place 3): gradients are summed in microbatch order",
+        "worker 0:  0X0   0X1  >0X3< >0X2<",
+    ),
+    broken(
+        "two workers wait for each other",
+        "0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1",
+        work(TWO, 2),
+        "schedule: deadlock: worker 0 waits at 0B0 for 1B0, which stands on worker 1 after 1F1; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 0B0",
+        "worker 0:  0F0  >0B0< >0F1<  0B1",
+        "worker 1: >1F1<  1F0  >1B0<  1B1",
+    ),
+    broken(
+        "three workers wait for each other",
+        "1F0 0F1\n1F1 0F2\n1F2 0F0\n1B0 1B1 1B2 0B0 0B1 0B2",
+        work(TWO, 3),
+        "schedule: deadlock: worker 0 waits at 1F0 for 0F0, which stands on worker 2 after 1F2; "
+        "worker 2 waits at 1F2 for 0F2, which stands on worker 1 after 1F1; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 1F0",
+        "worker 0: >1F0< >0F1<",
+        "worker 1: >1F1< >0F2<",
+        "worker 2: >1F2< >0F0<",
+        "worker 3:  1B0   1B1   1B2   0B0   0B1   0B2",
+    ),
+    broken(
+        "many workers wait for each other",
+        "\n".join(f"1F{m} 0F{(m + 1) % 10}" for m in range(10)) + "\n" + " ".join(f"1B{m} 0B{m}" for m in range(10)),
+        work(TWO, 10),
+        "schedule: deadlock: worker 0 waits at 1F0 for 0F0, which stands on worker 9 after 1F9; "
+        "worker 9 waits at 1F9 for 0F9, which stands on worker 8 after 1F8; "
+        "worker 8 waits at 1F8 for 0F8, which stands on worker 7 after 1F7; "
+        "worker 7 waits at 1F7 for 0F7, which stands on worker 6 after 1F6; "
+        "worker 6 waits at 1F6 for 0F6, which stands on worker 5 after 1F5; "
+        "worker 5 waits at 1F5 for 0F5, which stands on worker 4 after 1F4; "
+        "worker 4 waits at 1F4 for 0F4, which stands on worker 3 after 1F3; "
+        "and so on over 2 more; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 1F0",
+        "worker 0: >1F0< >0F1<",
+        "worker 3: >1F3< >0F4<",
+        "worker 4: >1F4< >0F5<",
+        "worker 5: >1F5< >0F6<",
+        "worker 6: >1F6< >0F7<",
+        "worker 7: >1F7< >0F8<",
+        "worker 8: >1F8< >0F9<",
+        "worker 9: >1F9< >0F0<",
+    ),
+    broken(
+        "two cycles, the shorter is told",
+        "1X1 0F0\n1X2 0F1\n1X0 0F2\n0B0 0B1 0B2",
+        work("F0:1 X1:2 B0:1", 3),
+        "schedule: deadlock: worker 0 waits at 1X1 for 0F1, which stands on worker 1 after 1X2; "
+        "worker 1 waits at 1X2 for 1X1, which comes next on worker 0",
+        "worker 0: >1X1<  0F0",
+        "worker 1: >1X2< >0F1<",
+        "worker 2:  1X0   0F2",
+        "worker 3:  0B0   0B1   0B2",
+    ),
+    broken(
+        "two deadlocks",
+        "1F0 0F1\n1F1 0F0\n1F2 0F3\n1F3 0F2\n1B0 1B1 1B2 1B3 0B0 0B1 0B2 0B3",
+        work(TWO, 4),
+        "schedule: 2 problems",
+        "  - deadlock: worker 0 waits at 1F0 for 0F0, which stands on worker 1 after 1F1; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 1F0",
+        "  - deadlock: worker 2 waits at 1F2 for 0F2, which stands on worker 3 after 1F3; "
+        "worker 3 waits at 1F3 for 0F3, which stands on worker 2 after 1F2",
+        "worker 0: >1F0< >0F1<",
+        "worker 1: >1F1< >0F0<",
+        "worker 2: >1F2< >0F3<",
+        "worker 3: >1F3< >0F2<",
+        "worker 4:  1B0   1B1   1B2   1B3   0B0   0B1   0B2   0B3",
+    ),
+    broken(
+        "order and deadlock at once",
+        "0F0 0B0 0F1 0B1\n1F1 1B0 1F0 1B1",
+        work(TWO, 2),
+        "schedule: 2 problems",
+        "  - worker 1 has 1B0 (place 1) before 1F0 (place 2): 1B0 needs 1F0",
+        "  - deadlock: worker 0 waits at 0B0 for 1B0, which stands on worker 1 after 1F1; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 0B0",
+        "worker 0:  0F0  >0B0< >0F1<  0B1",
+        "worker 1: >1F1< >1B0< >1F0<  1B1",
+    ),
+    broken(
+        "a deadlock though tasks are missing",
+        "0F0 0B0 0F1\n1F1 1F0 1B0 1B1",
+        work(TWO, 2),
+        "schedule: 2 problems",
+        "  - 0B1 is missing",
+        "  - deadlock: worker 0 waits at 0B0 for 1B0, which stands on worker 1 after 1F1; "
+        "worker 1 waits at 1F1 for 0F1, which stands on worker 0 after 0B0",
+        "worker 0:  0F0  >0B0< >0F1<",
+        "worker 1: >1F1<  1F0  >1B0<  1B1",
+    ),
+    broken(
+        "the next iteration before an update",
+        "0F0 0F1 0B0 0B1",
+        work(ONE, 1, num_iterations=2),
+        "schedule: worker 0 has 0F1 (place 1) before 0B0 (place 2): "
+        "0F1 awaits the update of iteration 0, which needs 0B0",
+        "worker 0:  0F0  >0F1< >0B0<  0B1",
+    ),
+    broken(
+        "deadlock over an update",
+        "0F0 0F1 1F1\n1F0 1B0 1B1 0B0 0B1",
+        work(TWO, 1, num_iterations=2),
+        "schedule: deadlock: worker 0 waits at 0F1 for the update of iteration 0; "
+        "the update of iteration 0 waits for 0B0, which stands on worker 1 after 1B1; "
+        "worker 1 waits at 1B1 for 1F1, which stands on worker 0 after 0F1",
+        "worker 0:  0F0  >0F1< >1F1<",
+        "worker 1:  1F0   1B0  >1B1< >0B0<  0B1",
+    ),
+    broken(
+        "one step stale, two ahead",
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        work(ONE, 1, num_iterations=3, staleness=1),
+        "schedule: worker 0 has 0F2 (place 2) before 0B0 (place 3): "
+        "0F2 awaits the update of iteration 0, which needs 0B0",
+        "worker 0:  0F0   0F1  >0F2< >0B0<  0B1   0B2",
+    ),
+    broken(
+        "bound weights on two workers",
+        "0F0 0B0\n0F1 0B1",
+        work(ONE, 2),
+        "schedule: stage 0 stands on 2 workers, bound weights stay on one: 0F0 on worker 0, 0F1 on worker 1",
+        "worker 0: >0F0<  0B0",
+        "worker 1: >0F1<  0B1",
+        bound=True,
+    ),
+    broken(
+        "bound weights, forward and backward apart",
+        "0F0 1F0\n1B0 0B0",
+        work(TWO, 1),
+        "schedule: 2 problems",
+        "  - stage 0 stands on 2 workers, bound weights stay on one: 0F0 on worker 0, 0B0 on worker 1",
+        "  - stage 1 stands on 2 workers, bound weights stay on one: 1F0 on worker 0, 1B0 on worker 1",
+        "worker 0: >0F0< >1F0<",
+        "worker 1: >1B0< >0B0<",
+        bound=True,
+    ),
+    broken(
+        "too many activations",
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        work(ONE, 3),
+        "schedule: worker 0 holds 2 activations at 0F1, 3 at 0F2; in_flight is 1",
+        "worker 0:  0F0  >0F1< >0F2<  0B0   0B1   0B2",
+        in_flight=1,
+    ),
+    broken(
+        "too many activations between I and W",
+        "0F0 0F1\n0I0 0I1 0W0 0W1",
+        work(ONE, 2),
+        "schedule: worker 1 holds 2 activations at 0I1; in_flight is 1",
+        "worker 0:  0F0   0F1",
+        "worker 1:  0I0  >0I1<  0W0   0W1",
+        in_flight=1,
+    ),
+    broken(
+        "everything at once",
+        "0B0 0F0 0F1 0F1\n0B1 0I0 5F0",
+        work(ONE, 3),
+        "schedule: 7 problems",
+        "  - 0F2 is missing",
+        "  - 0B2 is missing",
+        "  - 0F1 stands 2 times: worker 0 place 2, worker 0 place 3",
+        "  - 0I0 stands beside 0B0: a backward pass is one task, B, or two, I and W",
+        "  - 5F0 is no part of the work: its stages are F 0, B 0",
+        "  - worker 0 has 0B0 (place 0) before 0F0 (place 1): 0B0 needs 0F0",
+        "  - stage 0 stands on 2 workers, bound weights stay on one: 0B0 on worker 0, 0B1 on worker 1",
+        "worker 0: >0B0< >0F0< >0F1< >0F1<",
+        "worker 1: >0B1< >0I0< >5F0<",
+        bound=True,
+        in_flight=1,
+    ),
+]

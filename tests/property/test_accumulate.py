@@ -1,0 +1,125 @@
+"""Gradients that are added where they are made are the gradients that plain autograd finds, added to what was there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpfunc.stream.accumulate import vjp_into
+from rpfunc.testing import assert_equal, assert_equal_bits, gradient_error
+
+WIDTH = 4
+FUNCTIONS = {
+    "linear": lambda p, x, ids: F.linear(x, p["square"]),
+    "linear with bias": lambda p, x, ids: F.linear(x, p["square"], p["bias"]),
+    "linear with bias by name": lambda p, x, ids: F.linear(x, p["square"], bias=p["bias"]),
+    "linear of a vector": lambda p, x, ids: F.linear(x[0, 0], p["square"]),
+    "linear of a constant": lambda p, x, ids: F.linear(torch.ones_like(x.detach()), p["square"]) + x,
+    "one weight twice": lambda p, x, ids: F.linear(F.linear(x, p["square"]).relu(), p["square"]),
+    "a product and another use": lambda p, x, ids: F.linear(x, p["square"]) + p["square"].square().sum(0),
+    "a product and an expanded use": lambda p, x, ids: F.linear(x, p["square"]) + p["square"].sum(),
+    "an expanded use alone": lambda p, x, ids: x * p["square"].sum(),
+    "a transposed weight": lambda p, x, ids: F.linear(x, p["square"].T),
+    "a half of a weight": lambda p, x, ids: F.linear(x, p["square"][:2]),
+    "embedding": lambda p, x, ids: F.embedding(ids, p["table"]) * x,
+    "embedding with padding": lambda p, x, ids: F.embedding(ids, p["table"], 1) + x,
+    "tied": lambda p, x, ids: F.linear(F.embedding(ids, p["table"]) + x, p["table"]),
+    "a row's own weight": lambda p, x, ids: F.embedding(ids, p["table"]).mul(x).sum(-1),
+    "nothing": lambda p, x, ids: x * 2,
+}
+
+
+def integers(shape, seed):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def make_params(seed):
+    return {
+        "bias": integers((WIDTH,), seed),
+        "square": integers((WIDTH, WIDTH), seed + 1),
+        "table": integers((5, WIDTH), seed + 2),
+    }
+
+
+def make_ids(batch, rows):
+    return torch.arange(batch * rows).reshape(batch, rows) * 7 % 5
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99), st.booleans())
+def test_sums_are_what_autograd_gives(name, batch, rows, large, seed, first):
+    function, params, x, ids = FUNCTIONS[name], make_params(seed), integers((batch, rows, WIDTH), seed + 3), None
+    ids = make_ids(batch, rows)
+    tracked = {key: leaf.clone().requires_grad_() for key, leaf in params.items()}
+    tracked_x = x.clone().requires_grad_()
+    wanted_output = function(tracked, tracked_x, ids)
+    cotangent = integers(wanted_output.shape, seed + 4)
+    *wanted, wanted_dx = torch.autograd.grad(
+        wanted_output, [*tracked.values(), tracked_x], cotangent, allow_unused=True, materialize_grads=True
+    )
+    before = None if first else tuple(integers(leaf.shape, seed + 5) for leaf in params.values())
+    if before is not None:
+        wanted = [a + b for a, b in zip(before, wanted, strict=True)]
+    output, pull = vjp_into(lambda params, x: function(params, x, ids), params, x, large=large)
+    sums, (dx,) = pull((cotangent.clone(),), before)
+    assert_equal(output, wanted_output.detach())
+    assert_equal(list(sums), list(wanted))
+    assert_equal(dx[0], wanted_dx)
+    storages = [leaf.untyped_storage().data_ptr() for leaf in (*sums, *dx)]
+    assert len(set(storages)) == len(storages)
+    assert all(leaf.is_contiguous() for leaf in sums)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear with bias", "tied"])
+def test_sums_of_16_bit_products_are_32_bit(name):
+    params, x = make_params(0), integers((2, 3, WIDTH), 1)
+
+    def sums_of(dtype, calls, large):
+        cast, grads = {key: leaf.to(dtype) for key, leaf in params.items()}, None
+        for _ in range(calls):
+            output, pull = vjp_into(
+                lambda params, x: FUNCTIONS[name](params, x, make_ids(2, 3)), cast, x.to(dtype), large=large
+            )
+            grads, _ = pull((torch.full_like(output, 1 + 1 / 64),), grads)
+        return list(grads)
+
+    found = sums_of(torch.bfloat16, 300, 1)
+    assert all(leaf.dtype == torch.float32 for leaf in found)
+    # sums in bfloat16 would stand still long before 300 additions
+    assert gradient_error(found, sums_of(torch.float64, 300, 1 << 20)) < 0.02
+
+
+def test_under_autocast_products_take_the_plain_way():
+    params, x = {key: leaf.float() for key, leaf in make_params(0).items()}, integers((1, 3, WIDTH), 1).float()
+    sums = []
+    for large in (1, 1 << 20):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, pull = vjp_into(lambda params, x: F.linear(x, params["square"]), params, x, large=large)
+            sums.append(list(pull((torch.ones_like(output),), None)[0]))
+        assert output.dtype == torch.bfloat16
+    assert_equal_bits(*sums)
+
+
+def test_no_gradient_of_a_large_weight_is_made_beside_its_sum():
+    """What the head of a large vocabulary costs: counted in elements of tensors of the weight's size."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == weight.shape and result.stride() != (0, 0):
+                made.append(str(function))
+            return result
+
+    weight, x = torch.ones(64, 32), torch.ones(1, 3, 32)
+    grads = (torch.zeros(64, 32),)
+    for large, number in ((1, 0), (1 << 20, 1)):
+        output, pull = vjp_into(lambda weight, x: F.linear(x, weight), weight, x, large=large)
+        made.clear()
+        with Counting():
+            pull((torch.ones_like(output),), grads)
+        fresh = [name for name in made if "addmm_" not in name and "add_" not in name and "view" not in name]
+        assert (len([name for name in fresh if ".mm" in name]) > 0) == (number > 0), fresh

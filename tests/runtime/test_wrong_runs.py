@@ -1,0 +1,129 @@
+"""Runs that are wrong on purpose: what the tests of schedules check must refuse each of them."""
+
+import sys
+
+import pytest
+import torch
+
+from rpfunc import Plan, tree, value_and_grad
+from rpfunc.runtime import iteration
+from rpfunc.runtime.iteration import Iteration
+from rpfunc.testing import assert_computes, assert_equal_bits, exact
+
+SCHEDULES = [
+    "0F0 0F1 0F2 0F3 0F4 0F5 0I2 0W2 0I3 0W3 0B0 0B1 0B4 0I5 0W5\n"
+    "1F2 1F3 1I2 1I3 1W2 1W3 1F0 1F1 1B0 1B1 1F4 1F5 1B4 1I5 1W5",
+    "0F0 0F1 0F2 0F3 1F0 1I0 0I0 1W0 0W0 1F1 1B1 0B1 1F2 1F3 1I2 0B2 1W2 1B3 0I3 0W3 "
+    "0F4 0F5 1F4 1F5 1I4 0I4 1W4 1B5 0W4 0B5",
+]
+SAME = {"microbatches": 6, "blocks": 3, "chunk": 2}
+GENERATOR = torch.Generator().manual_seed(0)
+ROUNDING = tree.map(lambda leaf: torch.randn(leaf.shape, generator=GENERATOR), exact.init())
+
+
+def run(params, **options):
+    result, grads = value_and_grad(exact.model(), exact.linear(), **options)(params, exact.batch(12, 4))
+    return {"loss": result.loss, **grads}
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return run(ROUNDING, **SAME)
+
+
+def check(wanted):
+    """Raises unless the schedules are exact and have the bits of a plain run."""
+    for schedule in SCHEDULES:
+        for recompute in (True, False):
+            options = SAME | {"plan": Plan.symmetric(4, [0, 2]), "schedule": schedule, "recompute": recompute}
+            options["workers"] = 1 + schedule.count("\n")
+            function = value_and_grad(exact.model(), exact.linear(), **options)
+            assert_computes(function, exact.model(), exact.linear(), exact.init(), exact.batch(12, 4))
+            assert_equal_bits(run(ROUNDING, **options), wanted)
+
+
+class OneAccumulator(Iteration):
+    """Blocks are not kept apart: sums go in the order of the run."""
+
+    def _place(self, task):
+        return (*super()._place(task)[:2], 0)
+
+
+class BlocksBackwards(Iteration):
+    """Blocks are added from last to first."""
+
+    def _place(self, task):
+        kind, stage, block = super()._place(task)
+        return kind, stage, -block
+
+
+class NoWeightGradient(Iteration):
+    """W does nothing."""
+
+    def _weight_gradient(self, task):
+        self._held.pop((task.stage, task.microbatch))
+
+
+class GradientInBothHalves(Iteration):
+    """I keeps the parameters' gradients that it finds; W adds them once more."""
+
+    def _input_gradient(self, task):
+        self._frozen = self._work.model, self._params
+        stage, _, m = task
+        self._held[stage, m], place = self._cotangents.pop(m, ()), self._place(task)
+        self._cotangents[m], self._grads[place] = self._backward(
+            task, iteration._copy(self._held[stage, m]), self._grads.get(place, {})
+        )
+
+
+class WrongCotangent(Iteration):
+    """W of a microbatch gets the cotangent of the one before."""
+
+    def _weight_gradient(self, task):
+        place = task.stage, task.microbatch
+        self._last, self._held[place] = self._held[place], getattr(self, "_last", self._held[place])
+        super()._weight_gradient(task)
+
+
+class ForgetsHalves(Iteration):
+    """A half takes the residuals of a whole backward pass."""
+
+    def _first(self, task):
+        return super()._first(task._replace(kind="B") if task.kind in "IW" else task)
+
+
+class FrozenWeightGradient(Iteration):
+    """W is as frozen as I."""
+
+    def _weight_gradient(self, task):
+        super()._weight_gradient(task._replace(kind="I"))
+
+
+class NoLossAtTheTurn(Iteration):
+    """The last stage's loss is left out of its backward pass: what the forward pass has scored is all."""
+
+    def loss(self):
+        return self._losses[0].double() * len(self._losses)
+
+
+WRONG = [
+    OneAccumulator, BlocksBackwards, NoWeightGradient, GradientInBothHalves, WrongCotangent, ForgetsHalves,
+    FrozenWeightGradient, NoLossAtTheTurn,
+]  # fmt: skip
+
+
+def test_the_right_run_passes(wanted):
+    check(wanted)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_runs_are_refused(wrong, wanted, monkeypatch):
+    monkeypatch.setattr(sys.modules["rpfunc.runtime.value_and_grad"], "Iteration", wrong)
+    with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+        check(wanted)
+
+
+def test_a_cotangent_that_both_halves_write_into_is_found_out(wanted, monkeypatch):
+    monkeypatch.setattr(iteration, "_copy", lambda cotangent: cotangent)
+    with pytest.raises(AssertionError):
+        check(wanted)
