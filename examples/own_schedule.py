@@ -17,7 +17,7 @@ from rpfunc.objectives import sft
 from rpfunc.plan import forward_flops
 from rpfunc.plan.classic import classic_partition
 from rpfunc.plan.costs import LayerCost, stage_costs
-from rpfunc.schedule import Schedule, Task, Workload, draw, gpipe, one_f_one_b, simulate, validate
+from rpfunc.schedule import Schedule, Task, Workload, draw, gantt, gpipe, one_f_one_b, simulate, validate
 from rpfunc.testing import gradient_error
 
 WORKERS, MICROBATCHES, ROWS = 4, 8, 64
@@ -68,6 +68,7 @@ def compare(plan, costs, picture):
     print(f"plan {plan}, {WORKERS} workers, {MICROBATCHES} microbatches, simulated:")
     for generate, timeline in timelines.items():
         print(f"  {generate.__name__:12} workers are idle {timeline.bubble:.1%} of the time")
+    print(f"\n{gantt(timelines[waves])}")
     if picture:
         draw(timelines[waves], picture, "waves, simulated")
         print(f"drawn to {picture}")

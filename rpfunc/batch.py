@@ -88,10 +88,17 @@ class Batch:
         raise BatchError("batch: has no row leaf, so its number of rows is unknown")
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Returns the piece with rows start to stop (views, no copy). Raises BatchError if it has no such rows."""
+        """Returns the piece with rows start to stop, contiguous: views where they are so already, else copies.
+
+        Raises BatchError if it has no such rows.
+        """
         if not 0 <= start <= stop <= self.num_rows:
             raise BatchError(f"batch: has rows 0 to {self.num_rows}, not {start} to {stop}")
-        return replace(self, row=tree.map(lambda leaf: leaf[:, start:stop], self.row), first_row=self.first_row + start)
+        return replace(
+            self,
+            row=tree.map(lambda leaf: leaf[:, start:stop].contiguous(), self.row),
+            first_row=self.first_row + start,
+        )
 
     def examples(self, start: int, stop: int) -> Batch:
         """Returns the piece with examples start to stop (views, no copy). Raises BatchError if that cuts a group."""

@@ -19,7 +19,6 @@ from rpfunc.schedule.task import Task
 from rpfunc.schedule.workload import Workload
 from rpfunc.stream.flat import accumulate
 from rpfunc.stream.form import Pullback
-from rpfunc.stream.freeze import freeze
 from rpfunc.stream.head import head_value
 from rpfunc.stream.layer_major import layer_transpose
 from rpfunc.stream.linearize import linearize
@@ -42,15 +41,16 @@ class Work:
 class Iteration:
     """The stage inputs, cotangents, residuals and gradients of one iteration, as they exist on the host.
 
-    What the kinds of tasks do, in units of a stage's forward:
+    What the kinds of tasks do, and cost in units of a stage's forward, with recomputation:
 
-    F  forward. Where a plan has no fused stage, the last one scores its output too.                             1
-    X  forward, loss and backward of the last layers.                                                            3
-    B  backward, recomputed from the stage's input; without a fused stage, the last one is as X.                 3
-    I  as B with all parameters frozen, for the cotangent of the stage's input alone.                            2
-    W  B once more, for the parameters' gradients alone, from the same input and cotangent: the same bits.       3
+    F  1  forward; where a plan has no fused stage, the last one scores its output too
+    X  3  forward, loss and backward of the last layers
+    B  3  backward, from the stage's input; without a fused stage, the last one is as X
+    I  3  as B, of which it keeps the cotangent of the stage's input alone
+    W  3  as B, of which it keeps the parameters' gradients alone
 
-    I and W are recomputed whatever `recompute` says: residuals serve one backward pass.
+    I and W are B each, so that they give its bits: torch takes other kernels, which round otherwise, where weights are
+    not differentiated. They show a schedule's order, not its gain. Residuals (recompute=False) serve whole passes only.
 
     `run` is called from many threads; the schedule's dependencies order every two tasks that touch one entry, so
     no lock is needed: the gradients of a stage and a block are written by their own tasks alone, in microbatch order.
@@ -58,7 +58,6 @@ class Iteration:
 
     def __init__(self, work: Work, params: Params, microbatches: Sequence[Batch], total: Tensor) -> None:
         self._work, self._params, self._microbatches, self._total = work, params, microbatches, total
-        self._frozen = freeze(work.model, params, True) if work.workload.halved else (work.model, params)
         self._head = work.model.num_layers - 1
         reads = [(self._first(task), task) for task in work.workload.tasks]
         # of each (layer, microbatch): how many tasks will read its input, and whether its residuals are kept
@@ -107,7 +106,7 @@ class Iteration:
                 if (index, m) in self._kept:
                     self._pullbacks[index, m] = pullback
         if stop > self._head:
-            sums = head_value(work.model.layers[-1], work.objective, self._params, x, batch, how.head_rows)
+            sums = head_value(work.model.layers[-1], work.objective, self._params, x, batch, how)
             self._losses[m] = work.objective.loss(sums, batch, self._total)
 
     def _whole(self, task: Task) -> None:
@@ -133,18 +132,17 @@ class Iteration:
         """
         work, how, m = self._work, self._work.streaming, task.microbatch
         (start, stop), first = self._span(task), self._first(task)
-        model, params = self._frozen if task.kind == "I" else (work.model, self._params)
-        layers, batch = model.layers[first:stop], self._microbatches[m]
+        layers, batch = work.model.layers[first:stop], self._microbatches[m]
         if layers:
             x = self._take(first, m)
             if stop > self._head:
                 self._losses[m], cotangent, grads = stage_fused(
-                    layers, work.objective, params, x, batch, self._total, how, grads
+                    layers, work.objective, self._params, x, batch, self._total, how, grads
                 )
             else:
-                cotangent, grads = stage_backward(layers, params, x, batch, how, cotangent, grads)
+                cotangent, grads = stage_backward(layers, self._params, x, batch, how, cotangent, grads)
         pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, first)]
-        return layer_transpose(model.layers[start:first], pullbacks, cotangent, grads)
+        return layer_transpose(work.model.layers[start:first], pullbacks, cotangent, grads)
 
     def _span(self, task: Task) -> Span:
         return self._work.plan.span(task.kind, task.stage)

@@ -79,8 +79,8 @@ def value_and_grad(
                   different blocks may run at once. Each block holds gradients of the size of the parameters
 
     With the same microbatches, blocks, chunks, order and intra-op threads the result has the same bits for every plan,
-    schedule, number of workers, timing and `recompute`. A stage's backward pass in two halves, I and W, costs 5/3 of a
-    whole one: both recompute the stage, and W finds once more the cotangents that I has found.
+    schedule, number of workers, timing and `recompute`. A stage's backward pass in two halves, I and W, costs twice a
+    whole one: each does it all and keeps its half, since less would change bits.
     To accumulate a loss over several calls, give each the sum of their totals
     (`objective.total(objective.prepare(batch))`) as `total` and add up losses and gradients.
     Raises ModelError, BatchError, PlanError, ScheduleError or OptionsError before any work; an error inside a layer is

@@ -21,6 +21,8 @@ class Links:
     bytes_left  of each transfer, by number; changed in place by pauses
     pausable    numbers from here on give way to those below
     record      is given the number, start and end of each unbroken piece of a transfer
+
+    `next_end` is when the next transfer ends if nothing changes, `changed` the workers for which `dispatch` is due.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Links:
         num_links = max(workers, default=0) + 1
         self.is_instant = link_rate == host_rate == math.inf
         self.next_end = math.inf
+        self.changed: set[int] = set()
         self._link_rate, self._host_rate, self._pausable = link_rate, host_rate, pausable
         self._workers, self._bytes_left, self._record = workers, bytes_left, record
         self._waiting: list[list[int]] = [[] for _ in range(num_links)]
@@ -42,7 +45,6 @@ class Links:
         self._since: list[float] = [0] * num_links
         self._until: list[float] = [0] * num_links  # what the clock will show when the running transfer ends
         self._ending: list[tuple[float, int]] = []
-        self._changed: set[int] = set()
         self._num_busy = 0
         self._clock: float = 0  # whole numbers, so that fractions stay fractions
         self._clock_time: float = 0
@@ -52,7 +54,7 @@ class Links:
         """Takes a transfer in; it starts in `dispatch`, once all that could start at that moment is known."""
         worker = self._workers[number]
         heappush(self._waiting[worker], number)
-        self._changed.add(worker)
+        self.changed.add(worker)
 
     def end(self) -> list[int]:
         """Returns the transfers that end at `next_end`; to be called when it is that late."""
@@ -62,17 +64,15 @@ class Links:
             until, number = heappop(self._ending)
             if self._holds(until, number):
                 self._stop(self._workers[number], self.next_end)
-                self._changed.add(self._workers[number])
+                self.changed.add(self._workers[number])
                 ended.append(number)
         return ended
 
     def dispatch(self, now: float) -> None:
         """Starts on every link the transfer whose turn it is, and pauses the one that has to give way."""
-        if not self._changed:
-            return
         self._clock += (now - self._clock_time) * self._speed
         self._clock_time = now
-        for worker in self._changed:
+        for worker in self.changed:
             waiting, current = self._waiting[worker], self._running[worker]
             if waiting and current >= self._pausable > waiting[0]:
                 self._bytes_left[current] = self._until[worker] - self._clock
@@ -81,7 +81,7 @@ class Links:
                 current = IDLE
             if waiting and current == IDLE:
                 self._start(worker, heappop(waiting), now)
-        self._changed.clear()
+        self.changed.clear()
         while self._ending and not self._holds(*self._ending[0]):
             heappop(self._ending)
         if self._ending:

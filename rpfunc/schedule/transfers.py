@@ -68,8 +68,9 @@ def with_transfers(schedule: Schedule, costs: StageCosts, hardware: Hardware, wo
             release(at_end[first_end[number] : first_end[number + 1]])
             continue
         # only here, when all that starts at this moment is known, is it decided whose turn it is
-        up.dispatch(now)
-        down.dispatch(now)
+        for direction in (up, down):
+            if direction.changed:
+                direction.dispatch(now)
         now = min(up.next_end, down.next_end, ending[0][0] if ending else math.inf)
         for direction in (up, down):
             if direction.next_end <= now < math.inf:

@@ -65,6 +65,11 @@ class Attending(Stepping):
         del past
         return self.kv(params, x, batch)
 
+    def advance(self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int, num_rows: int) -> Any:
+        """Returns the output rows start to stop of `num_rows`, and keeps their kv; what is seen is a view of it."""
+        memory.keep(self.kv(params, x, batch), start, stop, num_rows)
+        return self.rows(params, x, memory.past(start, stop), batch)
+
     def linearize_step(
         self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
     ) -> tuple[Any, Pullback]:

@@ -100,7 +100,7 @@ def chunk_fused(
             value = rows(x, start, stop)
             for index in range(len(body)):
                 value = stage.step(index, value, start, stop)
-            parts.append(head_value(head, objective, params, value, batch.rows(start, stop), how.head_rows))
+            parts.append(head_value(head, objective, params, value, batch.rows(start, stop), how))
         return sum(parts[1:], start=parts[0])
 
     if objective.linear:
@@ -111,7 +111,7 @@ def chunk_fused(
     for start, stop in reversed(stage.pieces):
         value, pullbacks = stage.linearize(rows(x, start, stop), start, stop)
         part, dy, updated[head.name] = head_vjp(
-            head, objective, params, value, batch.rows(start, stop), how.head_rows, derivative, updated.get(head.name)
+            head, objective, params, value, batch.rows(start, stop), how, derivative, updated.get(head.name)
         )
         del value
         sum_of_scores = part if sum_of_scores is None else sum_of_scores + part
@@ -133,10 +133,8 @@ class _Stage:
 
     def step(self, index: int, x: Any, start: int, stop: int) -> Any:
         """Returns a layer's output of one chunk, keeping what the chunk leaves."""
-        past, piece = self.memories[index].past(start), self.batch.rows(start, stop)
-        value, left = self.forms[index].step(self.selected[index], x, past, piece)
-        self.memories[index].keep(left, start, stop, self.batch.num_rows)
-        return value
+        form, memory, piece = self.forms[index], self.memories[index], self.batch.rows(start, stop)
+        return form.advance(self.selected[index], x, piece, memory, start, stop, self.batch.num_rows)
 
     def fill(self, x: Any) -> None:
         """Runs every chunk that later ones read, up to what the last layer leaves."""

@@ -101,8 +101,11 @@ def spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def rows(structured: Any, start: int, stop: int) -> Any:
-    """Returns rows start to stop of every leaf (dimension 1), as views."""
-    return tree.map(lambda leaf: leaf[:, start:stop], structured)
+    """Returns rows start to stop of every leaf (dimension 1), contiguous: views where that is so, else copies.
+
+    Kernels sum in an order that depends on strides: so a run of rows has the same bits by itself and as part of more.
+    """
+    return tree.map(lambda leaf: leaf[:, start:stop].contiguous(), structured)
 
 
 def write(buffer: Any, structured: Any, start: int, stop: int, num_rows: int) -> Any:

@@ -49,8 +49,7 @@ class Stepping(ABC):
         """Returns the output for whole rows, computed `chunk` rows at a time."""
         memory, output, num_rows = self.memory(), None, batch.num_rows
         for start, stop in spans(num_rows, chunk):
-            part, left = self.step(params, rows(x, start, stop), memory.past(start), batch.rows(start, stop))
-            memory.keep(left, start, stop, num_rows)
+            part = self.advance(params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop, num_rows)
             output = write(output, part, start, stop, num_rows)
         return output
 
@@ -79,6 +78,12 @@ class Stepping(ABC):
             dx = overwrite(dx, cotangent, dx_rows, start, stop, num_rows)
             del pullback, dx_rows  # or these residuals would live beside the next chunk's
         return dx or (), grads or ()
+
+    def advance(self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int, num_rows: int) -> Any:
+        """Returns the output rows start to stop of `num_rows`, and keeps what they leave."""
+        output, left = self.step(params, x, memory.past(start), batch)
+        memory.keep(left, start, stop, num_rows)
+        return output
 
     def linearize_step(
         self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,19 +15,20 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
+from rpfunc.stream.streaming import Streaming
 
 Derivative = Callable[[Tensor], Tensor]
 """From row scores (B, n, ...) to F's derivative by their sums (B, ...), which is every row's cotangent."""
 
 
-def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, chunk: int | None) -> Tensor:
+def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, how: Streaming) -> Tensor:
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
-    sums: Tensor | None = None
-    for _, x_rows, piece in _pieces(layer, x, batch, chunk):
-        part = _sum(objective.score(layer.form.full(layer.select(params), x_rows, piece), piece))
-        sums = part if sums is None else sums + part
-    assert sums is not None  # a batch has rows
-    return sums
+    sums = []
+    for chunk in _pieces(layer, x, batch, how):
+        sums.append(
+            _added(_sum(objective.score(layer.form.full(layer.select(params), x, rows), rows)) for _, x, rows in chunk)
+        )
+    return _added(sums)
 
 
 def head_vjp(
@@ -35,32 +37,34 @@ def head_vjp(
     params: Params,
     x: Any,
     batch: Batch,
-    chunk: int | None,
+    how: Streaming,
     derivative: Derivative,
     grads: Flat | None,
 ) -> tuple[Tensor, Flat, Flat]:
     """Returns (Σ over rows of s, dx, grads + dparams) of one microbatch or a run of its rows; `grads` is donated.
 
-    Cost: one vjp of each chunk, and no recomputation: the cotangents are known before.
+    Cost: one vjp of each run of rows, and no recomputation: the cotangents are known before.
     """
-    selected, pieces = layer.select(params), _pieces(layer, x, batch, chunk)
-    sums: Tensor | None = None
+    selected, chunks = layer.select(params), _pieces(layer, x, batch, how)
+    sums = []
     dx: Flat | None = None
-    for span, x_rows, piece in pieces:
+    for chunk in chunks:
+        parts = []
+        for span, x_rows, piece in chunk:
 
-        def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
-            return objective.score(layer.form.full(params, x, piece), piece)
+            def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
+                return objective.score(layer.form.full(params, x, piece), piece)
 
-        scores, pull = vjp_into(score, selected, x_rows)
-        # shared with later chunks: whatever comes to lie in its memory is copied
-        cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
-        grads, (dx_rows,) = pull((cotangent,), grads)
-        sums = _sum(scores) if sums is None else sums + _sum(scores)
-        dx = own(dx_rows, foreign=(cotangent,)) if len(pieces) == 1 else write(dx, dx_rows, *span, batch.num_rows)
-        # not held while the next chunk's are computed: each is as large as the head
-        del scores, pull, cotangent
-    assert sums is not None
-    return sums, dx or (), grads or ()
+            scores, pull = vjp_into(score, selected, x_rows)
+            # shared with other rows: whatever comes to lie in its memory is copied
+            cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
+            grads, (dx_rows,) = pull((cotangent,), grads)
+            parts.append(_sum(scores))
+            dx = own(dx_rows, foreign=(cotangent,)) if span is None else write(dx, dx_rows, *span, batch.num_rows)
+            # not held while the next rows' are computed: each is as large as the head
+            del scores, pull, cotangent
+        sums.append(_added(parts))
+    return _added(sums), dx or (), grads or ()
 
 
 def derivative_of(objective: Objective, batch: Batch, total: Tensor, sums: Callable[[], Tensor]) -> Derivative:
@@ -81,17 +85,34 @@ def _gradient(objective: Objective, batch: Batch, total: Tensor, sums: Tensor) -
     return gradient
 
 
-def _pieces(layer: Layer, x: Any, batch: Batch, chunk: int | None) -> list[tuple[tuple[int, int], Any, Batch]]:
-    """Returns (rows covered, x of those rows, batch of those rows) for each chunk; all in one where none is asked for.
+def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tuple[Any, Any, Batch]]]:
+    """Returns, chunk by chunk, (rows covered, x of those rows, batch of those rows); one piece where none is asked for.
 
-    A head that is not row-wise stays whole, and needs no row dimension at all.
+    The rows of a layer's chunk are cut by themselves, and chunks come from last to first: so it is where the head goes
+    on with a chunk that the layer before has just finished, and no plan changes the order of a sum. A head that is not
+    row-wise stays whole, and needs no row dimension at all.
     """
-    if chunk is None or not isinstance(layer.form, RowWise):
-        return [((0, 0), x, batch)]
-    covered = spans(batch.num_rows, chunk)
-    return [((start, stop), rows(x, start, stop), batch.rows(start, stop)) for start, stop in covered]
+    if how.head_rows is None or not isinstance(layer.form, RowWise):
+        return [[(None, x, batch)]]
+    num_rows = batch.num_rows
+    return [
+        [
+            (
+                (start + low, start + high),
+                rows(x, start + low, start + high),
+                batch.rows(start + low, start + high),
+            )
+            for low, high in spans(stop - start, how.head_rows)
+        ]
+        for start, stop in reversed(spans(num_rows, how.chunk or num_rows))
+    ]
 
 
 def _sum(scores: Tensor) -> Tensor:
     # float64, so that a sum over a long row loses nothing to its length
     return scores.detach().double().sum(dim=1)
+
+
+def _added(parts: Iterable[Tensor]) -> Tensor:
+    """Returns their sum, from the first to the last; there is at least one."""
+    return reduce(torch.add, parts)

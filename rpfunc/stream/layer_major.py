@@ -77,7 +77,7 @@ def layer_fused(
     Where F is linear and nothing looks ahead, the layer before the head joins it and goes chunk by chunk, last chunk
     first: its output and that output's cotangent never exist whole, and its forward is not computed twice.
     """
-    if how.chunk is not None and objective.linear and len(layers) > 2 and can_step(layers[-2:]):
+    if how.chunk is not None and objective.linear and len(layers) > 1 and can_step(layers[-2:]):
         hidden, pullbacks = layer_linearize(layers[:-2], params, x, batch, how.chunk)
         loss, cotangent, updated = chunk_fused(layers[-2:], objective, params, hidden, batch, total, how, grads)
         del hidden
@@ -86,10 +86,10 @@ def layer_fused(
     *body, head = layers
     hidden, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
     derivative = derivative_of(
-        objective, batch, total, partial(head_value, head, objective, params, hidden, batch, how.head_rows)
+        objective, batch, total, partial(head_value, head, objective, params, hidden, batch, how)
     )
     sums, cotangent, head_grads = head_vjp(
-        head, objective, params, hidden, batch, how.head_rows, derivative, grads.get(head.name)
+        head, objective, params, hidden, batch, how, derivative, grads.get(head.name)
     )
     del hidden
     dx, updated = layer_transpose(body, pullbacks, cotangent, grads)

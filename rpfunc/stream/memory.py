@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
+from rpfunc import tree
 from rpfunc.model import Flat, accumulator_dtype
-from rpfunc.stream.flat import floating, rows, write
+from rpfunc.stream.flat import floating, write
 
 
 class Memory(Protocol):
@@ -73,7 +74,8 @@ class RowMemory:
         None where there are no such rows.
         """
         stop = start if stop is None else stop
-        return None if stop == 0 else rows(self._rows, self._first(start), stop)
+        first = self._first(start)
+        return None if stop == 0 else tree.map(lambda leaf: leaf[:, first:stop], self._rows)
 
     def holds(self, stop: int) -> bool:
         """Returns whether all rows before `stop` have been kept."""

@@ -71,5 +71,5 @@ def _sums(
     for piece in pieces:
         with torch.no_grad():
             x = stage_forward(body, params, (), piece, how, keep=[len(body)])[len(body)] if body else ()
-            sums = head_value(head, objective, params, x, piece, how.head_rows)
+            sums = head_value(head, objective, params, x, piece, how)
         yield sums

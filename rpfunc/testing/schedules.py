@@ -23,8 +23,8 @@ def runnable_schedules(draw: st.DrawFn, work: Workload, num_workers: int) -> Sch
     """Draws any schedule that does the work: all that `validate` accepts, and nothing else.
 
     Some backward passes are halved, whatever `work.halved` says; a random topological order of all tasks is dealt to
-    some of the workers, at random. Every valid schedule is such a deal, since its workers' orders and the dependencies together have
-    no circle.
+    some of the workers, at random. Every valid schedule is such a deal, since its workers' orders and the dependencies
+    together have no circle.
     """
     random = draw(st.randoms(use_true_random=True))
     share = draw(st.sampled_from([0.0, 0.5, 1.0]), label="share of halved backward passes")

@@ -21,6 +21,7 @@ def test_the_example_checks_simulates_draws_and_runs_its_schedule(capfd, tmp_pat
     assert "worker 0 has 1B2 (place 3) before 1B1 (place 4): gradients are summed in microbatch order" in output
     idle = {name: float(share) for name, share in re.findall(r"(\w+) +workers are idle ([\d.]+)%", output)}
     assert idle["waves"] < idle["one_f_one_b"] <= idle["gpipe"]
+    assert "\nworker 3 ..." in output
     assert (tmp_path / "waves.png").read_bytes()[:4] == b"\x89PNG"
     assert float(re.search(r"error of the gradient: (\S+)", output)[1]) < 1e-10
     assert output.endswith("the same bits as one worker without stages: yes\n")

@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import pytest
@@ -45,26 +45,61 @@ WAITS = {
 """Every kind of wait that there is between activities."""
 
 
-def without_wait(when: str, before: str, after: str) -> Change:
-    def change(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
-        def fewer(*args: Any) -> Activities:
-            todo = activities(*args)
-            sources, targets = (todo.ranges[CHANNELS.index(channel)] for channel in (before, after))
-            first, waiting, awaited = [0], [], list(todo.awaited)
-            followers: Followers = getattr(todo, when)
-            for number in range(len(awaited)):
-                for other in followers.waiting[followers.first[number] : followers.first[number + 1]]:
-                    if number in sources and other in targets:
-                        awaited[other] -= 1
-                    else:
-                        waiting.append(other)
-                first.append(len(waiting))
-            return todo._replace(awaited=awaited, **{when: Followers(first, waiting)})
+def with_waits(when: str, source: Callable[[Activities, int, int], int | None]) -> Change:
+    """Puts for the source of each wait, between two activities, another one; None: takes the wait away."""
 
-        patch.setattr(TRANSFERS, "activities", fewer)
+    def change(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        def changed(*args: Any) -> Activities:
+            todo = activities(*args)
+            awaited = list(todo.awaited)
+            followers: list[list[int]] = [[] for _ in awaited]
+            for number, other in waits(todo, when):
+                instead = source(todo, number, other)
+                if instead is None:
+                    awaited[other] -= 1
+                else:
+                    followers[instead].append(other)
+            first = [0, *accumulate(map(len, followers))]
+            return todo._replace(awaited=awaited, **{when: Followers(first, list(chain(*followers)))})
+
+        patch.setattr(TRANSFERS, "activities", changed)
         return simulate
 
     return change
+
+
+def waits(todo: Activities, when: str) -> Iterator[tuple[int, int]]:
+    followers: Followers = getattr(todo, when)
+    for number in range(len(todo.awaited)):
+        for other in followers.waiting[followers.first[number] : followers.first[number + 1]]:
+            yield number, other
+
+
+def without_wait(when: str, before: str, after: str) -> Change:
+    def source(todo: Activities, number: int, other: int) -> int | None:
+        return None if (channel_of(todo, number), channel_of(todo, other)) == (before, after) else number
+
+    return with_waits(when, source)
+
+
+def channel_of(todo: Activities, number: int) -> str:
+    return next(channel for channel, numbers in zip(CHANNELS, todo.ranges, strict=True) if number in numbers)
+
+
+def own_outputs_stay(todo: Activities, number: int, other: int) -> int:
+    """A worker reads its own outputs without the host."""
+    computed, read, made, *_ = todo.ranges
+    return number - 2 * len(computed) if number in made and other in read and own(todo, number, other) else number
+
+
+def own(todo: Activities, number: int, other: int) -> bool:
+    return todo.workers[number] == todo.workers[other]
+
+
+def outputs_are_not_downloaded(todo: Activities, number: int, other: int) -> int:
+    """Inputs are uploaded as soon as what they are made of has been computed."""
+    computed, read, made, *_ = todo.ranges
+    return number - 2 * len(computed) if number in made and other in read else number
 
 
 def links(wrong: Callable[..., Links]) -> Change:
@@ -108,10 +143,7 @@ class SameLink:
     """The other direction of a link that carries both."""
 
     def __init__(self, link: Links) -> None:
-        self.is_instant, self.next_end, self.add = link.is_instant, math.inf, link.add
-
-    def dispatch(self, now: float) -> None:
-        pass
+        self.is_instant, self.next_end, self.add, self.changed = link.is_instant, math.inf, link.add, False
 
 
 def half_duplex(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
@@ -181,6 +213,11 @@ class NoOrderOfMicrobatches(Workload):
         return [other for other in super().dependencies(task) if other.microbatch == task.microbatch]
 
 
+class NoWaitForI(Workload):
+    def dependencies(self, task: Task) -> list[Task]:
+        return [other for other in super().dependencies(task) if task.kind != "W" or other.kind != "I"]
+
+
 class OneBlock(Workload):
     @property
     def block_starts(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -214,6 +251,7 @@ def vars_of(work: Workload) -> dict[str, Any]:
 
 EITHER_WAY: dict[str, Change] = {
     "no order of microbatches": workload(NoOrderOfMicrobatches),
+    "W does not wait for I": workload(NoWaitForI),
     "one block": workload(OneBlock),
     "update not awaited": workload(UpdateNotAwaited),
     "an older update awaited": workload(OlderUpdate),
@@ -227,6 +265,8 @@ WITH_TRANSFERS: dict[str, Change] = {
         for when, pairs in WAITS.items()
         for before, after in pairs
     },
+    "a worker keeps its outputs": with_waits("at_end", own_outputs_stay),
+    "outputs are there at once": with_waits("at_end", outputs_are_not_downloaded),
     "no pause": links(NoPause),
     "parameters first": links(ParametersFirst),
     "first come first served": links(FirstComeFirstServed),
@@ -268,12 +308,5 @@ def test_wrong_transfers_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_every_wait_is_of_a_kind_that_is_removed_above(case: Case) -> None:
     todo = activities(case.schedule, case.costs, case.hardware, case.work)
     for when, pairs in WAITS.items():
-        assert set(kinds_of_waits(todo, when)) <= set(pairs)
-
-
-def kinds_of_waits(todo: Activities, when: str) -> Iterator[tuple[str, str]]:
-    channels = [channel for channel, numbers in zip(CHANNELS, todo.ranges, strict=True) for _ in numbers]
-    followers: Followers = getattr(todo, when)
-    for number, channel in enumerate(channels):
-        for other in followers.waiting[followers.first[number] : followers.first[number + 1]]:
-            yield channel, channels[other]
+        found = {(channel_of(todo, number), channel_of(todo, other)) for number, other in waits(todo, when)}
+        assert found <= set(pairs)

@@ -1,13 +1,17 @@
 """Runs that are wrong on purpose: what the tests of schedules check must refuse each of them."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rpfunc import Plan, tree, value_and_grad
+from rpfunc import Batch, Layer, Model, Plan, tree, value_and_grad
+from rpfunc.objectives import sft
 from rpfunc.runtime import iteration
 from rpfunc.runtime.iteration import Iteration
+from rpfunc.stream import opaque
+from rpfunc.stream.freeze import freeze
 from rpfunc.testing import assert_computes, assert_equal_bits, exact
 
 SCHEDULES = [
@@ -68,7 +72,6 @@ class GradientInBothHalves(Iteration):
     """I keeps the parameters' gradients that it finds; W adds them once more."""
 
     def _input_gradient(self, task):
-        self._frozen = self._work.model, self._params
         stage, _, m = task
         self._held[stage, m], place = self._cotangents.pop(m, ()), self._place(task)
         self._cotangents[m], self._grads[place] = self._backward(
@@ -92,13 +95,6 @@ class ForgetsHalves(Iteration):
         return super()._first(task._replace(kind="B") if task.kind in "IW" else task)
 
 
-class FrozenWeightGradient(Iteration):
-    """W is as frozen as I."""
-
-    def _weight_gradient(self, task):
-        super()._weight_gradient(task._replace(kind="I"))
-
-
 class NoLossAtTheTurn(Iteration):
     """The last stage's loss is left out of its backward pass: what the forward pass has scored is all."""
 
@@ -108,7 +104,7 @@ class NoLossAtTheTurn(Iteration):
 
 WRONG = [
     OneAccumulator, BlocksBackwards, NoWeightGradient, GradientInBothHalves, WrongCotangent, ForgetsHalves,
-    FrozenWeightGradient, NoLossAtTheTurn,
+    NoLossAtTheTurn,
 ]  # fmt: skip
 
 
@@ -127,3 +123,42 @@ def test_a_cotangent_that_both_halves_write_into_is_found_out(wanted, monkeypatc
     monkeypatch.setattr(iteration, "_copy", lambda cotangent: cotangent)
     with pytest.raises(AssertionError):
         check(wanted)
+
+
+def check_mixing_rows():
+    """Raises unless halves have the bits of whole backward passes where a layer multiplies transposed rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def mix(weight, x, batch):
+        return (x.mT @ weight).mT
+
+    first = Layer("first", opaque(lambda weight, x, batch: batch.row["x"] @ weight), "first")
+    model = Model((first, Layer("mix1", opaque(mix), "mix1"), Layer("mix2", opaque(mix), "mix2")))
+    params = {"first": draw(5, 5), "mix1": draw(33, 33), "mix2": draw(33, 33)}
+    batch = Batch(row={"x": draw(4, 33, 5), "labels": torch.ones(4, 33).long()})
+    found, wanted = (
+        value_and_grad(model, sft(), plan=Plan.symmetric(3, [0, 1]), schedule=schedule)(params, batch)[1]
+        for schedule in ("0F0 1F0 1I0 1W0 0I0 0W0", "0F0 1F0 1B0 0B0")
+    )
+    assert_equal_bits(found, wanted)
+
+
+class FrozenInputGradient(Iteration):
+    """I leaves out the parameters' gradients; cheaper, and other kernels."""
+
+    def _input_gradient(self, task):
+        whole = self._work, self._params
+        model, self._params = freeze(self._work.model, self._params, True)
+        self._work = replace(self._work, model=model)
+        super()._input_gradient(task)
+        self._work, self._params = whole
+
+
+def test_an_input_gradient_with_frozen_weights_has_other_bits(monkeypatch):
+    check_mixing_rows()
+    monkeypatch.setattr(sys.modules["rpfunc.runtime.value_and_grad"], "Iteration", FrozenInputGradient)
+    with pytest.raises(AssertionError, match="bits differ"):
+        check_mixing_rows()

@@ -37,11 +37,18 @@ def test_pieces_of_pieces_know_their_absolute_place():
     assert piece.row["tokens"].tolist() == [[19], [23]]
 
 
-def test_pieces_are_views():
+def test_pieces_share_memory_where_they_are_contiguous():
     batch = full()
-    assert (
-        batch.rows(1, 3).row["tokens"].untyped_storage().data_ptr() == batch.row["tokens"].untyped_storage().data_ptr()
-    )
+
+    def shares(piece, whole):
+        return piece.row["tokens"].untyped_storage().data_ptr() == whole.row["tokens"].untyped_storage().data_ptr()
+
+    assert shares(batch.examples(2, 4), batch)
+    assert shares(batch.examples(0, 2).rows(0, 4), batch)
+    one = Batch(row={"tokens": torch.arange(6).reshape(1, 6)})
+    assert shares(one.rows(2, 4), one)
+    assert not shares(batch.rows(1, 3), batch)
+    assert batch.rows(1, 3).row["tokens"].is_contiguous()
 
 
 @pytest.mark.parametrize(

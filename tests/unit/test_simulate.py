@@ -251,7 +251,9 @@ def test_every_missing_cost_is_named():
     with pytest.raises(PlanError) as caught:
         simulate(Schedule.parse("0F0 0B0\n1X0"), {("F", 0): StageCost(1)})
     assert str(caught.value) == (
-        "costs: 2 problems\n  - ('B', 0) is missing, tasks that need it: 1\n  - ('X', 1) is missing, tasks that need it: 1"
+        "costs: 2 problems\n"
+        "  - ('B', 0) is missing, tasks that need it: 1\n"
+        "  - ('X', 1) is missing, tasks that need it: 1"
     )
 
 

@@ -1,11 +1,14 @@
 import json
 import sys
+from fractions import Fraction
 from itertools import pairwise
 
+import matplotlib
 import pytest
 
 from rpfunc import value_and_grad
 from rpfunc.schedule import Event, Task, Timeline, draw
+from rpfunc.schedule.timeline import HOST, every_second_stage
 from rpfunc.testing import exact
 
 
@@ -14,6 +17,16 @@ def event(worker, text, start_s, end_s):
 
 
 TIMELINE = Timeline((event(0, "0F0", 10.0, 11.0), event(1, "1X0", 11.0, 13.0), event(0, "0B0", 13.0, 14.0)), 2)
+
+BUSY = Timeline(
+    (
+        Event(0, "compute", Task(0, "F", 0), Fraction(2), Fraction(3)),
+        Event(0, "activation_download", Task(0, "F", 0), Fraction(3), Fraction(4)),
+        Event(0, "parameter_upload", Task(0, "F", 0), Fraction(0), Fraction(2)),
+        Event(HOST, "update", Task(0, "F", 0), Fraction(4), Fraction(9)),
+    ),
+    2,
+)
 
 
 def test_the_makespan_is_from_first_start_to_last_end():
@@ -38,13 +51,35 @@ def test_a_timeline_without_events_has_neither_length_nor_bubble():
 
 def test_the_chrome_trace_loads_and_holds_every_task():
     trace = json.loads(TIMELINE.chrome_trace())
-    names = [entry for entry in trace["traceEvents"] if entry["ph"] == "M"]
+    names = [entry for entry in trace["traceEvents"] if entry["name"] == "thread_name"]
     spans = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
     assert [entry["args"]["name"] for entry in names] == ["worker 0", "worker 1"]
     assert [(entry["name"], entry["tid"], entry["ts"], entry["dur"]) for entry in spans] == [
         ("0F0", 0, 0.0, 1e6), ("1X0", 1, 1e6, 2e6), ("0B0", 0, 3e6, 1e6),
     ]  # fmt: skip
     assert spans[0]["args"] == {"stage": 0, "kind": "F", "microbatch": 0}
+
+
+def test_the_chrome_trace_has_a_track_for_each_channel_in_order():
+    trace = json.loads(BUSY.chrome_trace())
+    named = {entry["tid"]: entry["args"]["name"] for entry in trace["traceEvents"] if entry["name"] == "thread_name"}
+    order = {
+        entry["tid"]: entry["args"]["sort_index"] for entry in trace["traceEvents"] if "sort_index" in entry["name"]
+    }
+    assert [named[tid] for tid in sorted(order, key=order.__getitem__)] == [
+        "worker 0", "worker 0 activation download", "worker 0 parameter upload", "worker 1", "host update",
+    ]  # fmt: skip
+    spans = {(named[entry["tid"]], entry["name"]) for entry in trace["traceEvents"] if entry["ph"] == "X"}
+    assert spans == {
+        ("worker 0 parameter upload", "0F0"), ("worker 0", "0F0"), ("worker 0 activation download", "0F0"),
+        ("host update", "0F0"),
+    }  # fmt: skip
+
+
+def test_the_bubble_counts_computation_in_the_time_of_the_workers():
+    assert BUSY.window_s == (0, 4)
+    assert BUSY.makespan_s == 9
+    assert BUSY.bubble == Fraction(7, 8)
 
 
 def test_a_run_reports_every_task_once_on_one_clock():
@@ -61,12 +96,35 @@ def test_a_run_reports_every_task_once_on_one_clock():
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_timeline_is_drawn_to_a_file(tmp_path, suffix):
+@pytest.mark.parametrize("timeline", [TIMELINE, BUSY, Timeline((), 2)])
+def test_a_timeline_is_drawn_to_a_file(tmp_path, suffix, timeline):
     path = tmp_path / f"timeline.{suffix}"
-    draw(TIMELINE, path, "title")
+    draw(timeline, path, "title")
     assert path.read_bytes()[:4] == {"png": b"\x89PNG", "svg": b"<?xm"}[suffix]
+
+
+@pytest.mark.parametrize(
+    ("timeline", "unit", "shown", "hidden"),
+    [
+        (TIMELINE, None, ["0F0", "1X0", "forward", "fused", "worker 1", "time (ms)"], ["activations", "host", "down"]),
+        (BUSY, "layers", ["activations", "parameters", "update", "host", "up", "down", "time (layers)"], ["gradients"]),
+    ],
+)
+def test_a_picture_names_what_it_shows(tmp_path, monkeypatch, timeline, unit, shown, hidden):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # letters stay letters
+    path = tmp_path / "timeline.svg"
+    draw(timeline, path, unit=unit)
+    text = path.read_text()
+    assert [word for word in shown if f">{word}<" not in text] == []
+    assert [word for word in hidden if f">{word}<" in text] == []
 
 
 def test_drawing_leaves_pyplot_and_its_windows_alone(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
     draw(TIMELINE, tmp_path / "timeline.png")
+
+
+def test_the_shade_changes_where_a_worker_goes_on_to_another_stage():
+    order = ["0F0", "0F1", "3F0", "3F1", "3B0", "5F0", "0B0"]
+    timeline = Timeline(tuple(event(0, text, at, at + 1) for at, text in enumerate(order)), 1)
+    assert {str(task) for task in every_second_stage(timeline)} == {"3F0", "3F1", "0B0"}
