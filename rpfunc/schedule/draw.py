@@ -55,7 +55,7 @@ def draw(timeline: Timeline, path: str | Path, title: str = "", *, unit: str | N
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    events = [event for event in timeline.events if event.channel == "compute" or event.end_s > event.start_s]
+    events = timeline.shown
     lanes = WITH_TRANSFERS if any(event.channel not in ALONE for event in events) else ALONE
     names = [f"worker {worker}" for worker in range(timeline.num_workers)]
     names += ["host"] if any(event.worker == HOST for event in events) else []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rpfunc.plan.costs import StageCosts
 from rpfunc.schedule.runs import runs
 from rpfunc.schedule.task import Schedule, Task
-from rpfunc.schedule.timeline import Event, Timeline
+from rpfunc.schedule.timeline import Timeline
 from rpfunc.schedule.workload import Workload
 
 
@@ -34,52 +34,49 @@ def peak_bytes(
 
     `resident` is for schedules that bind stages to workers. Parameters and gradients of all stages of a worker are
     there all the time, once for a stage number, which means the same layers forward and backward, as in
-    `Plan.symmetric`. A task's inputs stay until its stage goes on with its microbatch, so those of F until B, its
-    outputs until its end.
+    `Plan.symmetric`. A task's inputs stay until its stage goes on with its microbatch, so those of F until B.
     Cost: O(n log n) for n events.
     """
-    stays = _resident(timeline, costs) if resident else _streamed(timeline, schedule, costs, work)
     changes: list[list[tuple[float, float]]] = [[] for _ in schedule.workers]
-    for worker, start, end, num_bytes in stays:
+    for worker, start, end, num_bytes in _stays(timeline, schedule, costs, work, resident):
         if num_bytes:
             changes[worker] += [(start, num_bytes), (end, -num_bytes)]
     weights = _weights(schedule, costs) if resident else [0] * len(changes)
     return tuple(weight + _peak(own) for weight, own in zip(weights, changes, strict=True))
 
 
-def _streamed(timeline: Timeline, schedule: Schedule, costs: StageCosts, work: Workload) -> Iterator[Stay]:
+def _stays(timeline: Timeline, schedule: Schedule, costs: StageCosts, work: Workload, resident: bool) -> Iterator[Stay]:
     starts: dict[tuple[str, Task], float] = {}
     ends: dict[tuple[str, Task], float] = {}
     for event in timeline.events:
         starts.setdefault((event.channel, event.task), event.start_s)
         ends[event.channel, event.task] = event.end_s
-    for event in _computed(timeline):
-        worker, _, task, start, end = event
-        cost = costs[task.kind, task.stage]
-        yield Stay(worker, starts.get(("activation_upload", task), start), end, cost.input_bytes)
-        yield Stay(worker, start, ends.get(("activation_download", task), end), cost.output_bytes)
-        yield Stay(worker, start, end, cost.working_bytes)
     tasks = schedule.tasks
-    for run in runs(schedule, costs, work):
+    goes_on = _next_starts(schedule, starts) if resident else {}
+    for worker, own in enumerate(schedule.workers):
+        for task in own:
+            cost, start, end = costs[task.kind, task.stage], starts["compute", task], ends["compute", task]
+            yield Stay(worker, starts.get(("activation_upload", task), start), goes_on.get(task, end), cost.input_bytes)
+            yield Stay(worker, start, ends.get(("activation_download", task), end), cost.output_bytes)
+            yield Stay(worker, start, end, cost.working_bytes)
+    for run in [] if resident else runs(schedule, costs, work):
         first, last = tasks[run.start], tasks[run.stop - 1]
         start, end = starts["compute", first], ends["compute", last]
         yield Stay(run.worker, starts.get(("parameter_upload", first), start), end, run.parameter_bytes)
         yield Stay(run.worker, start, ends.get(("gradient_download", last), end), run.gradient_bytes)
 
 
-def _resident(timeline: Timeline, costs: StageCosts) -> Iterator[Stay]:
-    visits: dict[tuple[int, int, int], list[Event]] = defaultdict(list)
-    for event in _computed(timeline):
-        cost = costs[event.task.kind, event.task.stage]
-        yield Stay(event.worker, event.start_s, event.end_s, cost.output_bytes + cost.working_bytes)
-        visits[event.worker, event.task.stage, event.task.microbatch].append(event)
-    for own in visits.values():
-        for event, goes_on in zip(own, [*(event.start_s for event in own[1:]), own[-1].end_s], strict=True):
-            yield Stay(event.worker, event.start_s, goes_on, costs[event.task.kind, event.task.stage].input_bytes)
-
-
-def _computed(timeline: Timeline) -> Iterable[Event]:
-    return sorted((event for event in timeline.events if event.channel == "compute"), key=lambda event: event.start_s)
+def _next_starts(schedule: Schedule, starts: dict[tuple[str, Task], float]) -> dict[Task, float]:
+    """Returns for each task whose stage its worker goes on with, for the same microbatch, when it does."""
+    found: dict[Task, float] = {}
+    for tasks in schedule.workers:
+        before: dict[tuple[int, int], Task] = {}
+        for task in tasks:
+            key = task.stage, task.microbatch
+            if key in before:
+                found[before[key]] = starts["compute", task]
+            before[key] = task
+    return found
 
 
 def _weights(schedule: Schedule, costs: StageCosts) -> list[float]:

@@ -68,16 +68,20 @@ class Timeline:
         return 1 - busy / available if available else 0.0
 
     @property
-    def tracks(self) -> list[tuple[int, str]]:
-        """What to show apart: (worker, channel), by worker, each with its computation first; the host last."""
-        used = {(event.worker, event.channel) for event in self.events}
-        used |= {(worker, "compute") for worker in range(self.num_workers)}
-        return sorted(used, key=lambda track: (track[0] == HOST, track[0], CHANNELS.index(track[1])))
+    def shown(self) -> list[Event]:
+        """What is drawn: tasks, and of the rest what takes time."""
+        return [event for event in self.events if event.channel == "compute" or event.end_s > event.start_s]
 
     def chrome_trace(self) -> str:
-        """Returns the timeline as Chrome trace JSON, which Perfetto and chrome://tracing open (times in µs)."""
+        """Returns the timeline as Chrome trace JSON, which Perfetto and chrome://tracing open (times in µs).
+
+        There is one track for each channel that a worker uses, its computation first; the host comes last.
+        """
         origin = min((event.start_s for event in self.events), default=0.0)
-        threads = {track: thread for thread, track in enumerate(self.tracks)}
+        used = {(event.worker, event.channel) for event in self.shown}
+        used |= {(worker, "compute") for worker in range(self.num_workers)}
+        tracks = sorted(used, key=lambda track: (track[0] == HOST, track[0], CHANNELS.index(track[1])))
+        threads = {track: thread for thread, track in enumerate(tracks)}
         names = [
             {"ph": "M", "pid": 0, "tid": thread, "name": f"thread_{what}", "args": {what: value}}
             for track, thread in threads.items()
@@ -94,7 +98,7 @@ class Timeline:
                 "dur": float(event.end_s - event.start_s) * 1e6,
                 "args": event.task._asdict(),
             }
-            for event in self.events
+            for event in self.shown
         ]
         return json.dumps({"traceEvents": names + spans, "displayTimeUnit": "ms"})
 

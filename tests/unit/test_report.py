@@ -180,8 +180,11 @@ def bound_stays(case, timeline, worker):
     for place, task in enumerate(own):
         cost, (start, end) = case.costs[task.kind, task.stage], spans["compute", task]
         goes_on = [other for other in own[place + 1 :] if (other.stage, other.microbatch) == task[::2]]
-        yield start, end, cost.working_bytes + cost.output_bytes
-        yield start, spans["compute", goes_on[0]][0] if goes_on else end, cost.input_bytes
+        arrives, _ = spans.get(("activation_upload", task), (start, end))
+        _, leaves = spans.get(("activation_download", task), (start, end))
+        yield start, end, cost.working_bytes
+        yield start, leaves, cost.output_bytes
+        yield arrives, spans["compute", goes_on[0]][0] if goes_on else end, cost.input_bytes
 
 
 def stretches(tasks, work):
