@@ -70,31 +70,30 @@ class Links:
 
     def dispatch(self, now: float) -> None:
         """Starts on every link the transfer whose turn it is, and pauses the one that has to give way."""
-        self._clock += (now - self._clock_time) * self._speed
+        self._clock = clock = self._clock + (now - self._clock_time) * self._speed
         self._clock_time = now
+        running, until, ending = self._running, self._until, self._ending
         for worker in self.changed:
-            waiting, current = self._waiting[worker], self._running[worker]
+            waiting, current = self._waiting[worker], running[worker]
             if waiting and current >= self._pausable > waiting[0]:
-                self._bytes_left[current] = self._until[worker] - self._clock
+                self._bytes_left[current] = until[worker] - clock
                 self._stop(worker, now)
                 heappush(waiting, current)
                 current = IDLE
             if waiting and current == IDLE:
-                self._start(worker, heappop(waiting), now)
+                running[worker] = number = heappop(waiting)
+                self._since[worker] = now
+                until[worker] = clock + self._bytes_left[number]
+                heappush(ending, (until[worker], number))
+                self._num_busy += 1
         self.changed.clear()
-        while self._ending and not self._holds(*self._ending[0]):
-            heappop(self._ending)
-        if self._ending:
+        while ending and not self._holds(*ending[0]):
+            heappop(ending)
+        if ending:
             self._speed = min(self._link_rate, self._host_rate / self._num_busy)
-            self.next_end = now + max(0, self._ending[0][0] - self._clock) / self._speed
+            self.next_end = now + max(0, ending[0][0] - clock) / self._speed
         else:
             self._speed, self.next_end = 0, math.inf
-
-    def _start(self, worker: int, number: int, now: float) -> None:
-        self._running[worker], self._since[worker] = number, now
-        self._until[worker] = self._clock + self._bytes_left[number]
-        self._num_busy += 1
-        heappush(self._ending, (self._until[worker], number))
 
     def _stop(self, worker: int, now: float) -> None:
         self._record(self._running[worker], self._since[worker], now)
