@@ -24,6 +24,12 @@ from rpfunc.stream.flat import accumulate, floating, vjp
 LARGE = 1 << 20
 """Elements from which a weight's gradient is added where it is made; below, what that saves is less than it costs."""
 
+FEW_ROWS = 128
+"""Rows up to which a product with a large weight is computed the other way round."""
+
+BLOCK = 4000
+"""Rows of a weight whose products with few rows stay in the cache."""
+
 AccumulatingPull = Callable[[Flat, Flat | None], tuple[Flat, tuple[Flat, ...]]]
 """(cotangent, grads) -> (grads + dparams, one flat cotangent for each other argument); `grads` is donated."""
 
@@ -122,7 +128,8 @@ class _AddingProducts(TorchFunctionMode):
 class _Linear(Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sums: _Sums, place: int) -> Tensor:
-        return F.linear(x, weight, bias)
+        rows = x.numel() // x.shape[-1]
+        return _few_rows_linear(x, weight, bias) if x.is_cpu and rows <= FEW_ROWS else F.linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -138,6 +145,20 @@ class _Linear(Function):
         dx = cotangent @ weight if ctx.needs_input_grad[0] else None
         dbias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
         return dx, ctx.sums.nothing(ctx.place, weight.shape), dbias, None, None
+
+
+def _few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns F.linear(x, weight, bias) of few rows: products with the weight's rows on the left, block by block.
+
+    On CPUs a product with few rows on the left reaches half the speed; a block's result is transposed within the cache.
+    """
+    flat = x.reshape(-1, x.shape[-1]).T
+    output = x.new_empty(flat.shape[1], len(weight))
+    for block, target in zip(weight.split(BLOCK), output.split(BLOCK, dim=1), strict=True):
+        target.copy_((block @ flat).T)
+    if bias is not None:
+        output += bias
+    return output.reshape(*x.shape[:-1], len(weight))
 
 
 class _Embedding(Function):
