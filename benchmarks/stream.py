@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,10 @@ def make_batch(num_rows: int) -> Batch:
     return Batch(row={"tokens": tokens, "labels": tokens})
 
 
-def peak_mib(way: Gradient, params: dict[str, Any], batch: Batch) -> float:
-    grads = sum(leaf.nbytes for leaf in tree.leaves(params))
-    return (memory.peak(lambda: way(params, batch)).peak_bytes - grads) / MIB
+def peak_mib(way: Gradient, params: dict[str, Any], batch: Batch) -> tuple[float, Any]:
+    """Returns the peak above gradients, and the gradients."""
+    peak = memory.peak(lambda: way(params, batch))
+    return (peak.peak_bytes - sum(leaf.nbytes for leaf in tree.leaves(params))) / MIB, peak.result
 
 
 def seconds(ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int) -> dict[str, float]:
@@ -99,21 +100,21 @@ def worst_error(found: Any, wanted: Any) -> float:
     return max(float((a.double() - b).norm() / (norm + floor)) for a, b, norm in pairs)
 
 
-def measure(num_rows: int, rounds: int, exact: bool) -> Iterator[dict[str, Any]]:
+def measure(num_rows: int, rounds: int, exact: bool, timed: Sequence[str]) -> Iterator[dict[str, Any]]:
     params, batch = decoder.init(CONFIG, random.key(0)), make_batch(num_rows)
-    peaks = {name: peak_mib(way, params, batch) for name, way in WAYS.items()}  # the first runs warm up, too
-    times = seconds(WAYS, params, batch, rounds)
-    errors: dict[str, float] = {}
-    if exact:
-        wanted = WAYS["checkpoint"](tree.map(torch.Tensor.double, params), batch)
-        errors = {name: worst_error(way(params, batch), wanted) for name, way in WAYS.items()}
+    wanted = WAYS["plain"](tree.map(torch.Tensor.double, params), batch) if exact else None
+    peaks, errors = {}, {}
+    for name, way in WAYS.items():  # these runs warm up, too
+        peaks[name], found = peak_mib(way, params, batch)
+        errors[name] = worst_error(found, wanted) if exact else None
+    times = seconds({name: WAYS[name] for name in timed}, params, batch, rounds)
     for name in WAYS:
         yield {
             "way": name,
             "rows": num_rows,
             "peak_mib": round(peaks[name], 1),
-            "seconds": round(times[name], 3),
-            "error": errors.get(name),
+            "seconds": round(times[name], 3) if name in times else None,
+            "error": errors[name],
         }
 
 
@@ -121,7 +122,7 @@ def longest(way: str, params: dict[str, Any], guess: int, step: int) -> int:
     """Returns the longest sequence, to `step` rows, whose really measured peak is within the budget, from a guess."""
 
     def fits(num_rows: int) -> bool:
-        return peak_mib(WAYS[way], params, make_batch(num_rows)) * MIB <= BUDGET
+        return peak_mib(WAYS[way], params, make_batch(num_rows))[0] * MIB <= BUDGET
 
     while not fits(guess):
         guess -= step
@@ -171,16 +172,18 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help="2,048 tokens only, one round")
+    parser.add_argument("--quick", action="store_true", help="2,048 tokens only, one round of two ways")
+    parser.add_argument("--up-to", type=int, default=16384, help="the longest sequence (at least 8192)")
     parser.add_argument("--plot", type=Path, help="write time and memory over length as a PNG")
     options = parser.parse_args()
-    lengths = [2048] if options.quick else [2048, 4096, 8192, 16384]
+    lengths = [2048] if options.quick else [rows for rows in (2048, 4096, 8192, 16384) if rows <= options.up_to]
+    timed = ("checkpoint", "layer") if options.quick else tuple(WAYS)
     rows: list[dict[str, Any]] = []
     for num_rows in lengths:
         rounds = 1 if options.quick or num_rows > 8192 else 3
-        for row in measure(num_rows, rounds, exact=num_rows <= 8192):
+        for row in measure(num_rows, rounds, num_rows <= 8192, timed):
             rows.append(row)
-            print("{way:>10} T={rows:<6} {peak_mib:9.1f} MiB {seconds:8.2f} s  error {error}".format(**row), flush=True)
+            print("{way:>10} T={rows:<6} {peak_mib:9.1f} MiB {seconds} s  error {error}".format(**row), flush=True)
     judged = 2048 if options.quick else 8192
     at = {row["way"]: row for row in rows if row["rows"] == judged}
     summary: dict[str, Any] = {

@@ -118,10 +118,11 @@ class _AddingProducts(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._places.get(id(args[1])) if len(args) > 1 and function in (F.linear, F.embedding) else None
         if place is not None and function is F.linear and len(args) + len(kwargs or {}) <= 3:
-            return _Linear.apply(args[0], args[1], *(args[2:] or (kwargs or {}).values() or (None,)), self._sums, place)
+            bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
+            return _Linear.apply(args[0], args[1], bias, self._sums, place)  # type: ignore[no-untyped-call]
         # elsewhere than on a CPU, adding rows in place has no fixed order
         if place is not None and function is F.embedding and len(args) == 2 and not kwargs and args[1].is_cpu:
-            return _Embedding.apply(args[0], args[1], self._sums, place)
+            return _Embedding.apply(args[0], args[1], self._sums, place)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
@@ -154,8 +155,8 @@ def _few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     flat = x.reshape(-1, x.shape[-1]).T
     output = x.new_empty(flat.shape[1], len(weight))
-    for block, target in zip(weight.split(BLOCK), output.split(BLOCK, dim=1), strict=True):
-        target.copy_((block @ flat).T)
+    for start in range(0, len(weight), BLOCK):
+        output[:, start : start + BLOCK] = (weight[start : start + BLOCK] @ flat).T
     if bias is not None:
         output += bias
     return output.reshape(*x.shape[:-1], len(weight))

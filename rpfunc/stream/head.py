@@ -60,7 +60,10 @@ def head_vjp(
             cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
             grads, (dx_rows,) = pull((cotangent,), grads)
             parts.append(_sum(scores))
-            dx = own(dx_rows, foreign=(cotangent,)) if span is None else write(dx, dx_rows, *span, batch.num_rows)
+            if span is None:
+                dx = own(dx_rows, foreign=(cotangent,))
+            else:
+                dx = write(dx, dx_rows, span[0], span[1], batch.num_rows)
             # not held while the next rows' are computed: each is as large as the head
             del scores, pull, cotangent
         sums.append(_added(parts))
