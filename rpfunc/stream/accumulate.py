@@ -121,9 +121,21 @@ class _AddingProducts(TorchFunctionMode):
             bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
             return _Linear.apply(args[0], args[1], bias, self._sums, place)  # type: ignore[no-untyped-call]
         # elsewhere than on a CPU, adding rows in place has no fixed order
-        if place is not None and function is F.embedding and len(args) == 2 and not kwargs and args[1].is_cpu:
+        if place is not None and function is F.embedding and args[1].is_cpu and _is_plain(*args[2:], **(kwargs or {})):
             return _Embedding.apply(args[0], args[1], self._sums, place)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
+
+
+def _is_plain(
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    """Returns whether these options of `F.embedding` leave the gradient as it is."""
+    del norm_type  # of max_norm
+    return padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
 
 
 class _Linear(Function):
