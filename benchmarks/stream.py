@@ -82,10 +82,14 @@ def peak_mib(way: Gradient, params: dict[str, Any], batch: Batch) -> tuple[float
 
 
 def seconds(ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int) -> dict[str, float]:
-    """Returns the median over rounds, in each of which every way takes its turn."""
+    """Returns the median over rounds, in each of which every way takes its turn, twice: the second counts.
+
+    What a way finds depends on the one before: memory that gigabytes were just given back from is slow to get anew.
+    """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
+            way(params, batch)
             began = time.perf_counter()
             way(params, batch)
             taken[name].append(time.perf_counter() - began)
