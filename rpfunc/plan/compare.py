@@ -40,7 +40,8 @@ class Compared(NamedTuple):
     """One schedule with its plan.
 
     bubble, report    of one iteration alone, the workers drained at its end
-    steady_bubble     of iterations that follow each other without end, one update late; None for classic pipelines
+    steady_bubble     of iterations that follow each other without end, one update late; None for classic pipelines and
+                      greedy
     steady_time       of one of those
     """
 
@@ -53,11 +54,6 @@ class Compared(NamedTuple):
     report: Report
     steady_bubble: float | None
     steady_time: float | None
-
-    @property
-    def fits(self) -> float:
-        """The bytes that the fullest worker needs."""
-        return max(self.report.peak_bytes)
 
 
 def compare(
@@ -114,19 +110,19 @@ def _classic(
 def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware) -> Compared:
     options = {"split": name != "round_robin", "least_slots": workers}
     once = search(layers, workers, microbatches, hardware, **options).deal  # type: ignore[arg-type]
-    joined = search(layers, workers, microbatches, hardware, staleness=1, joined=True, **options).deal  # type: ignore[arg-type]
     work = once.workload(microbatches)
     costs = stage_costs(once.plan, layers)
     schedule = greedy(work, workers, costs) if name == "greedy" else once.schedule(work, workers)
     row = _compared(name, once.plan, work, schedule, layers, hardware)
+    if name == "greedy":
+        return row
+    joined = search(layers, workers, microbatches, hardware, staleness=1, joined=True, **options).deal  # type: ignore[arg-type]
     steady = steady_state(
         partial(joined.schedule, num_workers=workers),
         joined.workload(microbatches, staleness=1),
         stage_costs(joined.plan, layers),
         hardware,
     )
-    if name == "greedy":
-        return row
     return row._replace(steady_bubble=steady.bubble, steady_time=steady.iteration_time)
 
 

@@ -102,6 +102,14 @@ def test_under_autocast_products_take_the_plain_way():
     assert_equal_bits(*sums)
 
 
+@given(st.integers(1, 200), st.sampled_from([1, 3999, 4000, 4001, 9000]), st.booleans())
+def test_few_rows_times_a_tall_weight_is_the_same_product(rows, height, with_bias):
+    weight, x = integers((height, 3), 0), integers((1, rows, 3), 1)
+    bias = integers((height,), 2) if with_bias else None
+    output, _ = vjp_into(lambda weight: F.linear(x, weight, bias), weight, large=1)
+    assert_equal(output, x @ weight.T + (0 if bias is None else bias))
+
+
 class Counting(TorchDispatchMode):
     """Counts the operations that give a tensor of a shape in new memory."""
 
