@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError
@@ -49,19 +51,48 @@ def cross_entropy(
     Raises BatchError for a target beyond the vocabulary (on a CPU; elsewhere it is the device's own error).
     """
     try:
-        losses: Tensor = F.cross_entropy(
-            shaped.flatten(0, 1),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
-    except IndexError:  # asked afterwards, since to ask before would read all targets once more
+        losses: Tensor = _CrossEntropy.apply(shaped.flatten(0, 1), targets.flatten(), label_smoothing)[0]  # type: ignore[no-untyped-call]
+    except RuntimeError:  # asked afterwards, since to ask before would read all targets once more
         unknown = targets[targets >= shaped.shape[-1]]
+        if not len(unknown):
+            raise
         raise BatchError(
             f"batch: row leaf 'labels' holds {unknown[0].item()}; the logits are of tokens 0 to {shaped.shape[-1] - 1}"
         ) from None
     return losses.view(targets.shape)
+
+
+class _CrossEntropy(Function):
+    """See `cross_entropy`, of logits (n, V). Beside the logits one tensor of their size exists, on the way back.
+
+    What it makes has the logits' own strides: a head may leave them with the vocabulary as the slower dimension.
+    """
+
+    @staticmethod
+    def forward(shaped: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        log_sum = shaped.logsumexp(dim=1)
+        picked = shaped.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        if smoothing:
+            picked = torch.lerp(picked, shaped.mean(dim=1), smoothing)
+        return (log_sum - picked).masked_fill_(targets == IGNORED, 0.0), log_sum
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        shaped, targets, ctx.smoothing = inputs
+        ctx.save_for_backward(shaped, targets, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, None, None]:
+        shaped, targets, log_sum = ctx.saved_tensors
+        cotangent = cotangent.masked_fill(targets == IGNORED, 0.0)[:, None]
+        gradient = torch.sub(shaped, log_sum[:, None]).exp_()
+        if ctx.smoothing:
+            gradient.sub_(ctx.smoothing / shaped.shape[1])
+        gradient.mul_(cotangent)
+        return gradient.scatter_add_(1, targets.clamp(min=0)[:, None], (ctx.smoothing - 1.0) * cotangent), None, None
 
 
 def entropy(shaped: Float[Tensor, "batch rows vocabulary"]) -> Float[Tensor, "batch rows"]:

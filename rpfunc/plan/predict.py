@@ -32,6 +32,7 @@ def memory(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
+    keep_attention: int = 0,
     frozen: tree.Mask | None = None,
 ) -> int:
     """Returns the predicted peak of live tensor bytes of `value_and_grad` in the caller's thread, gradients included.
@@ -41,7 +42,7 @@ def memory(
     itself is not seen. Takes about 0.1 ms for each tensor operation, and no memory, whatever the sizes.
     Raises OptionsError or PlanError for options that cannot work. Source: own.
     """
-    how = Streaming(chunk, head_chunk, order)
+    how = Streaming(chunk, head_chunk, order, keep_attention)
     if how.problems():
         raise OptionsError.listing("options", how.problems())
     if how.order == "chunk":

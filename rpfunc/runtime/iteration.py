@@ -18,12 +18,11 @@ from rpfunc.plan.plan import Plan, Span
 from rpfunc.schedule.task import Task
 from rpfunc.schedule.workload import Workload
 from rpfunc.stream.flat import accumulate
-from rpfunc.stream.form import Pullback
 from rpfunc.stream.head import head_value
 from rpfunc.stream.layer_major import layer_transpose
 from rpfunc.stream.linearize import linearize
 from rpfunc.stream.stage import stage_backward, stage_forward, stage_fused
-from rpfunc.stream.streaming import Grads, Streaming
+from rpfunc.stream.streaming import Grads, StagePullback, Streaming
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Iteration:
             (layer, task.microbatch) for first, task in reads for layer in range(self._span(task).start, first)
         }
         self._inputs: dict[tuple[int, int], tuple[Any, int]] = {}
-        self._pullbacks: dict[tuple[int, int], Pullback] = {}
+        self._pullbacks: dict[tuple[int, int], StagePullback] = {}
         self._cotangents: dict[int, Flat] = {}
         self._held: dict[tuple[int, int], Flat] = {}
         self._losses: list[Tensor] = [torch.empty(0)] * len(microbatches)
@@ -142,7 +141,7 @@ class Iteration:
             else:
                 cotangent, grads = stage_backward(layers, self._params, x, batch, how, cotangent, grads)
         pullbacks = [self._pullbacks.pop((index, m)) for index in range(start, first)]
-        return layer_transpose(work.model.layers[start:first], pullbacks, cotangent, grads)
+        return layer_transpose(pullbacks, cotangent, grads)
 
     def _span(self, task: Task) -> Span:
         return self._work.plan.span(task.kind, task.stage)

@@ -56,6 +56,7 @@ def value_and_grad(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
+    keep_attention: int = 0,
     recompute: bool = True,
     frozen: tree.Mask | None = None,
     schedule: Schedule | Scheduler | str | None = None,
@@ -71,6 +72,8 @@ def value_and_grad(
     head_chunk    rows of the head, and so of logits, at a time; None: as `chunk`
     order         "layer" works one layer over all chunks, then the next; "chunk" takes one chunk through all layers of
                   a stage, and needs layers that do not look ahead
+    keep_attention  of how many layers of a stage attention's results are kept between forward and backward, the last
+                  ones: faster the longer the rows, for one activation of memory each (order "layer" with a chunk)
     recompute     keep only stage inputs between forward and backward (or, with False, what backward needs)
     frozen        a mask (see `tree.selector`) of leaves that get no gradient: None stands in their place
     schedule      which worker runs which task when: a `Schedule` or its text (with the plan that its stages are of), or
@@ -88,7 +91,7 @@ def value_and_grad(
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     order_of_tasks = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    how = Streaming(chunk, head_chunk, order)
+    how = Streaming(chunk, head_chunk, order, keep_attention)
     job = Job(model, objective, chosen, microbatches, how, recompute, frozen, order_of_tasks, blocks)
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from rpfunc import tree
 from rpfunc.batch import Batch
@@ -14,7 +17,7 @@ from rpfunc.errors import ModelError
 from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.bidirectional import Bidirectional
-from rpfunc.stream.flat import own
+from rpfunc.stream.flat import floating
 from rpfunc.stream.form import Pullback, Stepping
 from rpfunc.stream.memory import Memory, RowMemory
 
@@ -76,22 +79,22 @@ class Attending(Stepping):
         """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first.
 
         The same result as the general way, in less memory: what is seen is a view of the kept rows, never joined to
-        the chunk's own, and kv has a vjp apart, when the cotangents of the chunk's rows are complete.
+        the chunk's own.
         """
         if not isinstance(memory, RowMemory):
             return super().linearize_step(params, x, batch, memory, start, stop)
+
         if not memory.holds(stop):
             memory.keep(self.kv(params, x, batch), start, stop, stop)
-        seen = memory.past(start, stop)
-        output, pull = vjp_into(lambda params, x, kv: self.rows(params, x, kv, batch), params, x, seen)
+
+        def step(params: Any, x: Any) -> Any:
+            return self.rows(params, x, _look_back(self.kv(params, x, batch), memory, start, stop), batch)
+
+        output, pull = vjp_into(step, params, x)
 
         def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
-            grads, (dx, dseen) = pull(cotangent, grads)
-            memory.receive(own(dseen, foreign=cotangent + dx + grads), start, stop)
-            del dseen
-            _, pull_kv = vjp_into(lambda params, x: self.kv(params, x, batch), params, x)
-            grads, (dx_through_kv,) = pull_kv(memory.cotangent(start, stop) or (), grads)
-            return tuple(a + b for a, b in zip(dx, dx_through_kv, strict=True)), grads
+            grads, (dx,) = pull(cotangent, grads)
+            return dx, grads
 
         return output, pullback
 
@@ -106,3 +109,28 @@ class Attending(Stepping):
             lambda params, x, kv, batch: self.rows(function(params), x, kv, batch),
             self.window,
         )
+
+
+def _look_back(left: Any, memory: RowMemory, start: int, stop: int) -> Any:
+    """Returns what rows start to stop see: earlier rows and `left`, their own, which the memory holds already."""
+    own_rows, _ = floating(left)
+    _, rebuild = floating(memory.past(start, stop))
+    return rebuild(_LookBack.apply(memory, start, stop, *own_rows) if own_rows else ())  # type: ignore[no-untyped-call]
+
+
+class _LookBack(Function):
+    """On the way back, rows' cotangents are complete here: later chunks have been received, and this one is."""
+
+    @staticmethod
+    def forward(memory: RowMemory, start: int, stop: int, *own_rows: Tensor) -> Flat:
+        return floating(memory.past(start, stop))[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
+        ctx.memory, ctx.start, ctx.stop = inputs[:3]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.memory.receive(cotangents, ctx.start, ctx.stop)
+        return None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ())

@@ -15,7 +15,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import PlanError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.stream.flat import overwrite, own, rows, spans, write
+from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
 from rpfunc.stream.form import Stepping
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.memory import Memory
@@ -85,8 +85,10 @@ def chunk_fused(
     total: Tensor,
     how: Streaming,
     grads: Grads,
+    *,
+    donate: bool = False,
 ) -> tuple[Tensor, Flat, Grads]:
-    """Returns (F, dx, grads with contributions) of the model's last layers; donates `grads`.
+    """Returns (F, dx, grads with contributions) of the model's last layers; donates `grads`, and `x` if told to.
 
     The loss of a chunk is differentiated as soon as the chunk has come to the head, so that no cotangent of the
     stage's width is stored either. A non-linear F needs all sums first: the head joins the first pass.
@@ -107,7 +109,8 @@ def chunk_fused(
         stage.fill(x)
     derivative = derivative_of(objective, batch, total, sums)
     sum_of_scores: Tensor | None = None
-    dx: Flat | None = None
+    # a chunk's rows of x have been read when those of dx are written; an x of one chunk may be somebody else's
+    dx = floating(x)[0] if donate and len(stage.pieces) > 1 else None
     for start, stop in reversed(stage.pieces):
         value, pullbacks = stage.linearize(rows(x, start, stop), start, stop)
         part, dy, updated[head.name] = head_vjp(

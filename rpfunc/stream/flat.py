@@ -58,9 +58,12 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
         return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
     result: Any = torch.func.vjp(call, *primals, has_aux=True)
     _, pull, output = result
-    return tree.unflatten(structures[0], output), lambda cotangent: tuple(
-        _cut(pull(cotangent or (torch.zeros(()),)), sizes)
-    )
+
+    def pullback(cotangent: Flat) -> tuple[Flat, ...]:
+        # called once: each residual is freed as soon as it has been read
+        return tuple(_cut(pull(cotangent or (torch.zeros(()),), retain_graph=False, create_graph=False), sizes))
+
+    return tree.unflatten(structures[0], output), pullback
 
 
 def accumulate(total: Flat | None, contribution: Flat, foreign: Flat = ()) -> Flat:

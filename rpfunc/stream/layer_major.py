@@ -12,10 +12,10 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import can_step, chunk_fused
-from rpfunc.stream.form import Pullback
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.linearize import forward, linearize
-from rpfunc.stream.streaming import Grads, Streaming
+from rpfunc.stream.rowwise import RowWise
+from rpfunc.stream.streaming import Grads, StagePullback, Streaming
 
 
 def layer_forward(
@@ -31,35 +31,48 @@ def layer_forward(
 
 
 def layer_linearize(
-    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, *, with_output: bool = True
-) -> tuple[Any, list[Pullback]]:
-    """Returns the stage's output (None unless `with_output`) and the pullback of each layer."""
-    pullbacks = []
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, how: Streaming, *, with_output: bool = True
+) -> tuple[Any, list[StagePullback]]:
+    """Returns the stage's output (None unless `with_output`) and the pullbacks of its layers, one after another.
+
+    The output of a row-wise layer that has no input, an embedding, is not stored: looked up once more, it costs little.
+    """
+    pullbacks: list[StagePullback] = []
+    embeds = x == () and len(layers) > 1 and isinstance(layers[0].form, RowWise)
     for index, layer in enumerate(layers):
         needed = with_output or index + 1 < len(layers)
-        x, pullback = linearize(layer, params, x, batch, chunk, with_output=needed)
+        keep = how.keep_attention > len(layers) - 1 - index
+        x, pullback = linearize(layer, params, x, batch, how.chunk, with_output=needed, keep_attention=keep)
+        if embeds and index == 1 and not keep and how.chunk is not None:
+            pullback = partial(_embed_again, layers[0], layer, params, batch, how.chunk)
         pullbacks.append(pullback)
     return x, pullbacks
 
 
-def layer_transpose(
-    layers: Sequence[Layer], pullbacks: list[Pullback], cotangent: Flat, grads: Grads
+def _embed_again(
+    embedding: Layer, layer: Layer, params: Params, batch: Batch, chunk: int, cotangent: Flat, grads: Grads
 ) -> tuple[Flat, Grads]:
+    """Returns (dx, grads with contributions) of `layer`, whose input is the embedding's output."""
+    x = forward(embedding, params, (), batch, chunk)
+    _, pullback = linearize(layer, params, x, batch, chunk, with_output=False)
+    return pullback(cotangent, grads)
+
+
+def layer_transpose(pullbacks: list[StagePullback], cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
     """Returns (dx, grads with these layers' contributions added); empties `pullbacks`, donates `grads`' tensors."""
-    updated = dict(grads)
-    for layer in reversed(layers):
+    while pullbacks:
         # popped, so that a layer's residuals are freed before the next layer's gradients exist
-        cotangent, updated[layer.name] = pullbacks.pop()(cotangent, updated.get(layer.name))
-    return cotangent, updated
+        cotangent, grads = pullbacks.pop()(cotangent, grads)
+    return cotangent, grads
 
 
 def layer_backward(
-    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, chunk: int | None, cotangent: Flat, grads: Grads
+    layers: Sequence[Layer], params: Params, x: Any, batch: Batch, how: Streaming, cotangent: Flat, grads: Grads
 ) -> tuple[Flat, Grads]:
     """Returns (dx, grads with contributions) of a stage, recomputed from its input."""
-    _, pullbacks = layer_linearize(layers, params, x, batch, chunk, with_output=False)
+    _, pullbacks = layer_linearize(layers, params, x, batch, how, with_output=False)
     del x
-    return layer_transpose(layers, pullbacks, cotangent, grads)
+    return layer_transpose(pullbacks, cotangent, grads)
 
 
 def layer_fused(
@@ -78,13 +91,15 @@ def layer_fused(
     first: its output and that output's cotangent never exist whole, and its forward is not computed twice.
     """
     if how.chunk is not None and objective.linear and len(layers) > 1 and can_step(layers[-2:]):
-        hidden, pullbacks = layer_linearize(layers[:-2], params, x, batch, how.chunk)
-        loss, cotangent, updated = chunk_fused(layers[-2:], objective, params, hidden, batch, total, how, grads)
+        hidden, pullbacks = layer_linearize(layers[:-2], params, x, batch, how)
+        loss, cotangent, updated = chunk_fused(
+            layers[-2:], objective, params, hidden, batch, total, how, grads, donate=bool(pullbacks)
+        )
         del hidden
-        dx, updated = layer_transpose(layers[:-2], pullbacks, cotangent, updated)
+        dx, updated = layer_transpose(pullbacks, cotangent, updated)
         return loss, dx, updated
     *body, head = layers
-    hidden, pullbacks = layer_linearize(body, params, x, batch, how.chunk)
+    hidden, pullbacks = layer_linearize(body, params, x, batch, how)
     derivative = derivative_of(
         objective, batch, total, partial(head_value, head, objective, params, hidden, batch, how)
     )
@@ -92,5 +107,5 @@ def layer_fused(
         head, objective, params, hidden, batch, how, derivative, grads.get(head.name)
     )
     del hidden
-    dx, updated = layer_transpose(body, pullbacks, cotangent, grads)
+    dx, updated = layer_transpose(pullbacks, cotangent, grads)
     return objective.loss(sums, batch, total), dx, {**updated, head.name: head_grads}

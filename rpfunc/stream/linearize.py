@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.attending import Attending
 from rpfunc.stream.flat import own
-from rpfunc.stream.form import Pullback
+from rpfunc.stream.kept_attention import KeptAttention
+from rpfunc.stream.streaming import Grads, StagePullback
 
 
 def forward(layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | None) -> Any:
@@ -18,24 +21,37 @@ def forward(layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | Non
 
 
 def linearize(
-    layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | None, *, with_output: bool = True
-) -> tuple[Any, Pullback]:
+    layer: Layer,
+    params: Params,
+    x: Any,
+    batch: Batch,
+    chunk: int | None,
+    *,
+    with_output: bool = True,
+    keep_attention: bool = False,
+) -> tuple[Any, StagePullback]:
     """Returns (output, pullback) of a layer.
 
     Without a chunk the pullback holds the layer's residuals. With one it holds the layer's input, and recomputes
-    chunk by chunk; the output then costs a forward of its own, which `with_output=False` saves (None is returned).
+    chunk by chunk; the output then costs a forward of its own, which `with_output=False` saves (None is returned), and
+    of which `keep_attention` keeps the results of a causal layer's attention.
     """
     selected = layer.select(params)
     if chunk is None:
         output, pull = vjp_into(lambda params, x: layer.form.full(params, x, batch), selected, x)
 
-        def kept(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
-            grads, (dx,) = pull(cotangent, grads)
-            return dx, grads
+        def whole(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
+            added, (dx,) = pull(cotangent, grads.get(layer.name))
+            return dx, {**grads, layer.name: added}
 
-        return output, kept
+        return output, whole
 
-    def streamed(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
-        return layer.form.backward(selected, x, batch, chunk, own(cotangent), grads)
+    kept = KeptAttention() if keep_attention and with_output and isinstance(layer.form, Attending) else None
 
-    return (layer.form.forward(selected, x, batch, chunk) if with_output else None), streamed
+    def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
+        with kept.recomputing() if kept else nullcontext():
+            dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name))
+        return dx, {**grads, layer.name: added}
+
+    with kept.computing() if kept else nullcontext():
+        return (layer.form.forward(selected, x, batch, chunk) if with_output else None), streamed

@@ -24,7 +24,7 @@ class Memory(Protocol):
         """Returns the cotangent of what that chunk left, once all later chunks have been received; None for zero."""
 
     def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
-        """Takes the cotangent of what `past(start, stop)` has given; it is donated."""
+        """Takes the cotangent of what `past(start, stop)` has given."""
 
 
 class StateMemory:
@@ -94,7 +94,7 @@ class RowMemory:
         return tuple(place[:, start:stop].to(leaf.dtype) for place, leaf in zip(self._cotangents, kinds, strict=True))
 
     def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
-        """Adds the cotangents of what `past(start, stop)` has shown; they are donated."""
+        """Adds the cotangents of what `past(start, stop)` has shown."""
         stop = start if stop is None else stop
         if stop == 0:
             return
@@ -103,7 +103,10 @@ class RowMemory:
             dtypes = [accumulator_dtype(leaf.dtype) for leaf in leaves]
             if [part.shape for part in cotangent] == [leaf.shape for leaf in leaves]:
                 # the chunk that comes first has read everything: its share is where the sum begins
-                self._cotangents = tuple(part.to(dtype) for part, dtype in zip(cotangent, dtypes, strict=True))
+                self._cotangents = tuple(
+                    part.to(dtype, memory_format=torch.contiguous_format, copy=True)
+                    for part, dtype in zip(cotangent, dtypes, strict=True)
+                )
                 return
             self._cotangents = tuple(
                 torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)

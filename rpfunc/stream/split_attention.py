@@ -8,7 +8,7 @@ log-sum-exp and output it returns each part's exact share of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -26,7 +27,23 @@ def can_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Returns bottom-right causal attention of (B, n, H, d) queries over (B, m, K, d) keys and values, 1 < n < m."""
-    output: Tensor = _SplitAttention.apply(query, key, value, scale)[0]  # type: ignore[no-untyped-call]
+    parts = (query, key, value)
+    if has_torch_function(parts):  # so that a context can keep the result, or put a kept one here
+        overridden: Tensor = handle_torch_function(split_attention, parts, *parts, scale)
+        return overridden
+    return attention_with_sums(*parts, scale)[0]
+
+
+def attention_with_sums(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns (`split_attention`, each query's log-sum-exp of scores (B, H, n))."""
+    result: tuple[Tensor, Tensor] = _SplitAttention.apply(query, key, value, scale, None)  # type: ignore[no-untyped-call]
+    return result
+
+
+def known_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, result: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns result[0], what `attention_with_sums` gave for the same numbers, as a function of them."""
+    # torch.func would take a tensor that is handed on for an input: in a function it is out of its sight
+    output: Tensor = _SplitAttention.apply(query, key, value, scale, lambda: result)[0]  # type: ignore[no-untyped-call]
     return output
 
 
@@ -36,7 +53,11 @@ KEYS = 2048
 
 class _SplitAttention(Function):
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, scale: float, known: Callable[[], tuple[Tensor, Tensor]] | None
+    ) -> tuple[Tensor, Tensor]:
+        if known is not None:
+            return known()
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         own, earlier, groups = _own(query, key, value), _earlier(query, key, value), query.shape[2] // key.shape[2]
         output, joint = forward(*own, is_causal=True, scale=scale)
@@ -50,14 +71,14 @@ class _SplitAttention(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, ctx.scale = inputs
+        query, key, value, ctx.scale, _ = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, joint = ctx.saved_tensors
         groups, num_queries = query.shape[2] // key.shape[2], query.shape[1]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -82,7 +103,7 @@ class _SplitAttention(Function):
             dq, dk, dv = backward(folded[0], *part, folded[1], joint, 0.0, False, scale=ctx.scale)
             dquery = dquery + rearrange(dq, "b h (g t) d -> b t (h g) d", t=num_queries)
             dkey[:, rows], dvalue[:, rows] = rearrange(dk, gather), rearrange(dv, gather)
-        return dquery, dkey, dvalue, None
+        return dquery, dkey, dvalue, None, None
 
 
 def _earlier(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:

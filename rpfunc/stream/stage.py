@@ -30,7 +30,7 @@ def stage_backward(
     """Returns (dx, grads with contributions) of a stage, recomputed from its input; donates cotangent and grads."""
     if how.order == "chunk":
         return chunk_backward(layers, params, x, batch, how, cotangent, grads)
-    return layer_backward(layers, params, x, batch, how.chunk, cotangent, grads)
+    return layer_backward(layers, params, x, batch, how, cotangent, grads)
 
 
 def stage_fused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,20 +13,26 @@ Order = Literal["layer", "chunk"]
 Grads = Mapping[str, Flat]
 """By layer name, the sum of that layer's gradients so far; a layer without an entry has had none."""
 
+StagePullback = Callable[[Flat, Grads], tuple[Flat, Grads]]
+"""(cotangent, grads) -> (dx, grads with a run of layers' contributions); may be called once, donates both."""
+
 
 @dataclass(frozen=True)
 class Streaming:
-    """Chunk sizes and order.
+    """Chunk sizes, order, and what is kept.
 
     chunk       rows of a layer at a time; None: whole rows, residuals kept
     head_chunk  rows of the head, and so of logits, at a time; None: as `chunk`
     order       "layer": one layer over all chunks, then the next (stores each layer's input)
                 "chunk": one chunk through all layers of a stage (stores what rows leave for later ones)
+    keep_attention  of how many layers of a stage, the last ones, attention's results are kept for their backward pass
+                (order "layer" with a chunk): a layer's activation more for each, and its attention computed once less
     """
 
     chunk: int | None = None
     head_chunk: int | None = None
     order: Order = "layer"
+    keep_attention: int = 0
 
     @property
     def head_rows(self) -> int | None:
@@ -45,4 +51,8 @@ class Streaming:
             problems.append(f"order is {self.order!r}, it must be 'layer' or 'chunk'")
         if self.order == "chunk" and self.chunk is None:
             problems.append("order is 'chunk', which needs a chunk, for example chunk=512")
+        if not isinstance(self.keep_attention, int) or self.keep_attention < 0:
+            problems.append(f"keep_attention is {self.keep_attention!r}, it must be a number of layers, at least 0")
+        elif self.keep_attention and (self.chunk is None or self.order == "chunk"):
+            problems.append("keep_attention is of layers that are recomputed: it needs a chunk and order='layer'")
         return problems

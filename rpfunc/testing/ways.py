@@ -50,7 +50,8 @@ def ways(form: Form, chunk: int) -> Iterator[Way]:
 
     def whole_backward(params: Any, x: Any, batch: Batch, dy: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
         _, pullback = linearize(layers[0], {"layer": params}, x, batch, None)
-        return pullback(dy, grads)
+        dx, after = pullback(dy, {} if grads is None else {"layer": grads})
+        return dx, after["layer"]
 
     def chunk_major(params: Any, x: Any, batch: Batch, dy: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
         before = {} if grads is None else {"layer": grads}

@@ -60,6 +60,7 @@ def train_steps(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
+    keep_attention: int = 0,
     recompute: bool = True,
     frozen: tree.Mask | None = None,
     donate: bool = False,
@@ -87,7 +88,7 @@ def train_steps(
         raise OptionsError.listing("options", problems)
     automatic = plan == "auto"
     chosen = None if automatic else Plan.parse(plan) if isinstance(plan, str) else plan
-    how = Streaming(chunk, head_chunk, order)
+    how = Streaming(chunk, head_chunk, order, keep_attention)
     job = Job(model, objective, chosen, microbatches, how, recompute, frozen)
     return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite, automatic)
 
