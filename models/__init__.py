@@ -1,7 +1,12 @@
-"""Models as pure stage functions in the streaming form; each module has a config, `model(config)` and `init`."""
+"""Models as pure stage functions in the streaming form; each module has a config, `model(config)` and `init`.
 
-from rpfunc.models import decoder, mlp
+`rpfunc.models.hf` (transformers' folders) and `rpfunc.models.lora_peft` (PEFT's) are imported by themselves.
+"""
+
+from rpfunc.models import decoder, lora, mlp, resnet
 from rpfunc.models.decoder import DecoderConfig
+from rpfunc.models.lora import LoraConfig
 from rpfunc.models.mlp import MlpConfig
+from rpfunc.models.resnet import ResnetConfig
 
-__all__ = ["DecoderConfig", "MlpConfig", "decoder", "mlp"]
+__all__ = ["DecoderConfig", "LoraConfig", "MlpConfig", "ResnetConfig", "decoder", "lora", "mlp", "resnet"]

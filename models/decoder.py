@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
 from rpfunc import random
-from rpfunc.batch import Batch
-from rpfunc.errors import BatchError, ModelError
-from rpfunc.model import Form, Layer, Model
-from rpfunc.stream import attend, attending, rowwise
+from rpfunc.errors import ModelError
+from rpfunc.model import Model
+from rpfunc.models import feedforward, norms, rope, transformer
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,14 @@ def model(config: DecoderConfig) -> Model:
     """Returns the decoder: layers `embedding`, `block0` ..., `head`. Reads row leaf `tokens` (B, T) int64; gives logits
     (B, T, V).
     """
-    embedding = Layer("embedding", rowwise(_embed), "embedding")
-    blocks = [Layer(f"block{i}", _block(config, f"block{i}"), f"block{i}") for i in range(config.layers)]
-    projection = "embedding" if config.tied else "head"
-    head = Layer("head", rowwise(_head(config)), {"norm": "norm", "projection": projection})
-    return Model((embedding, *blocks, head))
+    block = transformer.Block(
+        head_size=config.head_size,
+        norm=norms.rms(config.norm_epsilon),
+        mlp=feedforward.gated(F.silu),
+        rope=rope.rotary(config.rope_theta, config.head_size),
+        dropout=config.dropout,
+    )
+    return transformer.model([block] * config.layers, transformer.Ends(block.norm, config.tied))
 
 
 def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -128,72 +129,9 @@ def init(config: DecoderConfig, key: random.Key, dtype: torch.dtype = torch.floa
     return params if config.tied else params | {"head": table("head")}
 
 
-def rms_norm(
-    x: Float[Tensor, "*rows width"], scale: Float[Tensor, " width"], epsilon: float
-) -> Float[Tensor, "*rows width"]:
-    """Returns x / sqrt(mean(x^2) + epsilon) * scale over the last dimension."""
-    return F.rms_norm(x, (x.shape[-1],), scale, epsilon)
-
-
 def rotate(
     x: Float[Tensor, "batch rows heads size"], first_row: int, theta: float
 ) -> Float[Tensor, "batch rows heads size"]:
     """Returns x with each pair (i, i + size/2) of row t turned by the angle t * theta^(-2i/size)."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    rows = torch.arange(first_row, first_row + x.shape[1], device=x.device, dtype=torch.float64)
-    angles = rearrange(torch.outer(rows, frequencies), "t d -> t 1 d")
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    left, right = x[..., :half], x[..., half:]
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def _embed(embedding: Tensor, x: tuple[()], batch: Batch) -> Tensor:
-    del x
-    tokens = batch.row["tokens"]
-    try:
-        return F.embedding(tokens, embedding)
-    except IndexError:  # asked afterwards, since to ask before would read all tokens once more
-        unknown = tokens[(tokens < 0) | (tokens >= len(embedding))]
-        raise BatchError(
-            f"batch: row leaf 'tokens' holds {unknown[0].item()}; the model's vocabulary is 0 to {len(embedding) - 1}"
-        ) from None
-
-
-def _head(config: DecoderConfig) -> Any:
-    def head(params: dict[str, Tensor], x: Tensor, batch: Batch) -> Tensor:
-        del batch
-        return F.linear(rms_norm(x, params["norm"], config.norm_epsilon), params["projection"])
-
-    return head
-
-
-def _block(config: DecoderConfig, name: str) -> Form:
-    def project(params: dict[str, Tensor], part: str, hidden: Tensor) -> Tensor:
-        projected = F.linear(hidden, params[part], params.get(f"{part}_bias"))
-        heads = rearrange(projected, "b t (h d) -> b t h d", d=config.head_size)
-        norm = params.get(f"{part}_norm")
-        return heads if norm is None else rms_norm(heads, norm, config.norm_epsilon)
-
-    def drop(x: Tensor, place: str, batch: Batch) -> Tensor:
-        if config.dropout == 0.0 or "key" not in batch.constant:
-            return x
-        return random.dropout(x, config.dropout, random.fold_in(batch.constant["key"], f"{name}.{place}"), batch)
-
-    def kv(params: dict[str, Any], x: Tensor, batch: Batch) -> dict[str, Tensor]:
-        attention = params["attention"]
-        hidden = rms_norm(x, attention["norm"], config.norm_epsilon)
-        keys = rotate(project(attention, "key", hidden), batch.first_row, config.rope_theta)
-        return {"key": keys, "value": project(attention, "value", hidden)}
-
-    def rows(params: dict[str, Any], x: Tensor, kv: dict[str, Tensor], batch: Batch) -> Tensor:
-        attention, mlp = params["attention"], params["mlp"]
-        hidden = rms_norm(x, attention["norm"], config.norm_epsilon)
-        queries = rotate(project(attention, "query", hidden), batch.first_row, config.rope_theta)
-        attended = rearrange(attend(queries, kv["key"], kv["value"]), "b t h d -> b t (h d)")
-        x = x + drop(F.linear(attended, attention["output"]), "attention", batch)
-        hidden = rms_norm(x, mlp["norm"], config.norm_epsilon)
-        gated = F.silu(F.linear(hidden, mlp["gate"])) * F.linear(hidden, mlp["up"])
-        return x + drop(F.linear(gated, mlp["down"]), "mlp", batch)
-
-    return attending(kv, rows)
+    rows = torch.arange(first_row, first_row + x.shape[1], device=x.device)[None]
+    return rope.rotate(x, rows, rope.rotary(theta, x.shape[-1]))

@@ -2,6 +2,7 @@
 
 from rpfunc import memory, objectives, optim, plan, random, reference, schedule, stream, tree
 from rpfunc.batch import Batch
+from rpfunc.generation import generate
 from rpfunc.model import Layer, Model
 from rpfunc.plan import Plan
 from rpfunc.runtime import Cpu, Result, Runtime, State, value_and_grad
@@ -19,6 +20,7 @@ __all__ = [
     "Runtime",
     "State",
     "StepResult",
+    "generate",
     "logprobs",
     "memory",
     "objectives",

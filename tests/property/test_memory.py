@@ -28,6 +28,7 @@ WAYS = [
     {},
     {"chunk": 64},
     {"chunk": 100, "head_chunk": 50},
+    {"chunk": 50, "head_chunk": 50, "keep_attention": 1},
     {"chunk": 100, "order": "chunk"},
     {"chunk": 70, "head_chunk": 35, "order": "chunk"},
 ]

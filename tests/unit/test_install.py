@@ -24,7 +24,7 @@ def test_a_wheel_has_the_models_and_every_package(tmp_path):
         packed = {name for name in archive.namelist() if name.endswith((".py", "py.typed"))}
         archive.extractall(tmp_path / "site")
     written = {f"rpfunc/{path.relative_to(source / 'rpfunc')}" for path in (source / "rpfunc").rglob("*.py")}
-    written |= {f"rpfunc/models/{path.name}" for path in (source / "models").glob("*.py")}
+    written |= {f"rpfunc/models/{path.relative_to(source / 'models')}" for path in (source / "models").rglob("*.py")}
     assert packed == written | {"rpfunc/py.typed"}
     program = "import rpfunc.models.decoder as d; print(d.__file__)"
     found = subprocess.run(

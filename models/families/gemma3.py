@@ -1,0 +1,71 @@
+"""Gemma 3's text models (arXiv 2503.19786): norms that count from one, before and after; local and global layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from rpfunc.models import feedforward, norms, transformer
+from rpfunc.models.families.family import (
+    ATTENTION,
+    LLAMA_BUFFERS,
+    MLP,
+    OUTPUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    Description,
+    Family,
+    llama_table,
+)
+from rpfunc.models.families.fields import Fields
+from rpfunc.models.families.reading import FULL, SLIDING, make_rope, read_activation, read_shape, read_windows
+from rpfunc.models.families.stored import Row
+
+NORMS: dict[str, Row] = {
+    "attention.norm_after": ("post_attention_layernorm.weight", "W"),
+    "mlp.norm": ("pre_feedforward_layernorm.weight", "W"),
+    "mlp.norm_after": ("post_feedforward_layernorm.weight", "W"),
+}
+
+
+def read(fields: Fields) -> Description:
+    """Returns the model of a config of type `gemma3_text`."""
+    shape = read_shape(fields, kv_heads=4, head_size=256, tied=True)
+    fields.only("use_bidirectional_attention", (False,), False)
+    if fields.get("attn_logit_softcapping") is not None:
+        # transformers has the field but does not use it: there is nothing to be equal to
+        fields.refuse("attn_logit_softcapping", fields.get("attn_logit_softcapping"), "supported is null")
+    cap = None if fields.get("final_logit_softcapping") is None else fields.number("final_logit_softcapping")
+    sizes = shape.sizes | {"M": fields.size("intermediate_size", 9216)}
+    every = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
+    kinds = [SLIDING if (index + 1) % every else FULL for index in range(shape.layers)]
+    windows = read_windows(fields, shape.layers, kinds, fields.size("sliding_window", 4096))
+    ropes = read_ropes(fields, sizes["D"])
+    common = transformer.Block(
+        head_size=sizes["D"],
+        norm=norms.rms_from_one(fields.number("rms_norm_eps", 1e-6)),
+        mlp=feedforward.gated(read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")),
+        scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        weight_dropout=fields.rate("attention_dropout"),
+    )
+    blocks = [replace(common, window=each, rope=ropes[FULL if each is None else SLIDING]) for each in windows]
+    scale = math.sqrt(sizes["W"])
+    ends = transformer.Ends(common.norm, shape.tied, scale=scale, padding=shape.padding, soft_cap=cap)
+    biases = QKV_BIAS | OUTPUT_BIAS if fields.flag("attention_bias") else {}
+    rows = ATTENTION | biases | QK_NORM | NORMS | MLP
+    return Description(transformer.layers(blocks, ends), (llama_table([rows] * shape.layers, sizes, shape.tied),))
+
+
+def read_ropes(fields: Fields, size: int) -> dict[str, Any]:
+    """Returns the rotary positions of global and local layers: `rope_parameters` for each, or the fields before it."""
+    found = dict(fields.get("rope_parameters", {}))
+    found[FULL] = {**(found.get(FULL) or {}), **fields.get("rope_scaling", {})}
+    found[SLIDING] = found.get(SLIDING) or {}
+    thetas = {FULL: fields.number("rope_theta", 1e6), SLIDING: fields.number("rope_local_base_freq", 1e4)}
+    for unknown in found.keys() - thetas.keys():
+        fields.refuse(f"rope_parameters.{unknown}", found[unknown], f"supported are {FULL!r} and {SLIDING!r}")
+    return {kind: make_rope(fields, f"rope_parameters.{kind}", found[kind], size, thetas[kind]) for kind in thetas}
+
+
+FAMILY = Family(read, "model.", LLAMA_BUFFERS)

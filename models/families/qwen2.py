@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases on queries, keys and values, and windows in later layers."""
+
+from __future__ import annotations
+
+from rpfunc.models.families.family import ATTENTION, LLAMA_BUFFERS, MLP, MLP_NORM, QKV_BIAS, Description, Family
+from rpfunc.models.families.fields import Fields
+from rpfunc.models.families.llama import describe
+from rpfunc.models.families.reading import FULL, SLIDING, read_shape, read_windows
+
+
+def read(fields: Fields) -> Description:
+    """Returns the model of a config of type `qwen2`."""
+    shape = read_shape(fields, kv_heads=32)
+    windows = later_windows(fields, shape.layers)
+    return describe(fields, shape, ATTENTION | QKV_BIAS | MLP_NORM | MLP, windows)
+
+
+def later_windows(fields: Fields, layers: int) -> list[int | None]:
+    """Returns each layer's window: `sliding_window`, if in use at all, from layer `max_window_layers` on."""
+    used = fields.flag("use_sliding_window")
+    first = fields.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        fields.refuse("max_window_layers", first, "it must be an integer of at least 0")
+        first = 0
+    known = fields.get("sliding_window", None if fields.has("sliding_window") else 4096) is not None
+    window = fields.size("sliding_window", 4096) if used and known else None
+    kinds = [SLIDING if window is not None and index >= first else FULL for index in range(layers)]
+    return read_windows(fields, layers, kinds, window)
+
+
+FAMILY = Family(read, "model.", LLAMA_BUFFERS)

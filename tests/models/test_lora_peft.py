@@ -1,0 +1,198 @@
+"""PEFT reads what is written here and the other way round, with equal logits; what is not supported is refused."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rpfunc import Batch, random, tree
+from rpfunc.errors import CheckpointError, ModelError
+from rpfunc.models import decoder, hf, lora, lora_peft
+from rpfunc.testing import assert_equal_bits
+
+transformers = pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and of what it imports
+
+TOKENS = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(0))
+TARGETS = ("query", "mlp.down", "embedding", "projection")
+MODULES = ["q_proj", "down_proj", "embed_tokens", "lm_head"]
+
+
+def llama(tied=False):
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, tie_word_embeddings=tied, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def filled(params):
+    leaves, structure = tree.flatten(params)
+    pairs = zip(tree.paths(params), leaves, strict=True)
+    drawn = [
+        leaf if lora.frozen(path, leaf) else random.normal(random.fold_in(random.key(3), path), tuple(leaf.shape)) / 3
+        for path, leaf in pairs
+    ]
+    return tree.unflatten(structure, drawn)
+
+
+def logits_of(module):
+    with torch.no_grad():
+        return module(input_ids=TOKENS).logits
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_peft_loads_what_is_written_and_gives_equal_logits(tmp_path, tied, stabilised):
+    module = llama(tied)
+    plain, params = hf.load(module)
+    config = lora.LoraConfig(TARGETS, rank=3, alpha=5.0, rank_stabilised=stabilised)
+    model, params = lora.adapt(plain, params, config, random.key(0))
+    params = filled(params)
+    lora_peft.save(tmp_path, model, params)
+    before = logits_of(module)
+    theirs = peft.PeftModel.from_pretrained(module, tmp_path)
+    batch = Batch(row={"tokens": TOKENS})
+    close(model(params, batch), logits_of(theirs))
+    assert not torch.allclose(before, logits_of(theirs), atol=1e-2)
+    again, read = lora_peft.load(tmp_path, *hf.load(llama(tied)))
+    assert_equal_bits(lora.split(read)[1], lora.split(params)[1])
+    assert torch.equal(again(read, batch), model(params, batch))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"lora_dropout": 0.3, "init_lora_weights": "gaussian"}], ids=str
+)
+def test_what_peft_writes_is_loaded_and_gives_equal_logits(tmp_path, tied, options):
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=MODULES, task_type="CAUSAL_LM", **options)
+    theirs = peft.get_peft_model(llama(tied), config).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_" in name:
+                weight.copy_(random.normal(random.fold_in(random.key(5), name), tuple(weight.shape)) / 3)
+    theirs.save_pretrained(tmp_path)
+    model, params = lora_peft.load(tmp_path, *hf.load(llama(tied)))
+    close(model(params, Batch(row={"tokens": TOKENS})), logits_of(theirs))
+    merged, weights = lora.merge(model, params)
+    close(merged(weights, Batch(row={"tokens": TOKENS})), logits_of(theirs))
+    assert model.layers[1].config.dropout == options.get("lora_dropout", 0.0)
+
+
+def test_a_merged_tied_model_is_exported_untied_and_loads_in_transformers(tmp_path):
+    model, params = lora.adapt(*hf.load(llama(tied=True)), lora.LoraConfig(TARGETS), random.key(0))
+    params = filled(params)
+    merged, weights = lora.merge(model, params)
+    untied = hf.from_config({**merged.config, "tie_word_embeddings": False})
+    hf.save(untied, weights, tmp_path)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    close(logits_of(theirs), model(params, Batch(row={"tokens": TOKENS})))
+
+
+def test_names_of_ones_own_serve_a_model_without_a_config(tmp_path):
+    config = decoder.DecoderConfig(vocabulary=9, width=4, layers=1, heads=1, kv_heads=1, head_size=4, mlp_width=4)
+    plain, params = decoder.model(config), decoder.init(config, random.key(0))
+    model, adapted = lora.adapt(plain, params, lora.LoraConfig(("query", "embedding")), random.key(1))
+    names = {"block0.attention.query": "layers.0.q", "embedding": "table"}
+    with pytest.raises(ModelError, match="peft: the model has no config that says what its weights are called"):
+        lora_peft.save(tmp_path, model, adapted)
+    with pytest.raises(ModelError) as error:
+        lora_peft.save(tmp_path, model, adapted, names={"embedding": "table"})
+    assert str(error.value) == "peft: names lacks 'block0.attention.query', so PEFT has no module for its adapter"
+    with pytest.raises(ModelError, match=r"peft: the model has no adapters; lora.adapt makes some"):
+        lora_peft.save(tmp_path, plain, params, names=names)
+    assert list(tmp_path.iterdir()) == []
+    lora_peft.save(tmp_path, model, adapted, names=names)
+    _, read = lora_peft.load(tmp_path, plain, params, names=names)
+    assert_equal_bits(lora.split(read)[1], lora.split(adapted)[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder of good adapters, and what changes its config or its tensors."""
+    plain, params = hf.load(llama())
+    model, adapted = lora.adapt(plain, params, lora.LoraConfig(TARGETS, rank=3), random.key(0))
+    lora_peft.save(tmp_path, model, filled(adapted))
+
+    def change(config=None, tensors=None):
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+        path = tmp_path / "adapter_model.safetensors"
+        kept = {name: each for name, each in (load_file(path) | (tensors or {})).items() if each is not None}
+        save_file(kept, path)
+
+        def load():
+            return lora_peft.load(tmp_path, plain, params)
+
+        return load
+
+    return change
+
+
+def test_config_fields_that_are_not_supported_are_listed(written):
+    load = written(
+        {
+            "peft_type": "IA3", "r": None, "bias": "all", "init_lora_weights": "pissa", "use_dora": True,
+            "rank_pattern": {"q_proj": 4}, "modules_to_save": ["lm_head"], "loftq_config": {}, "lora_bias": False,
+        }
+    )  # fmt: skip
+    with pytest.raises(CheckpointError) as error:
+        load()
+    assert str(error.value).splitlines()[1:] == [
+        "  - peft_type is 'IA3', needs 'LORA'",
+        "  - r is None, needs a number",
+        "  - bias is 'all', supported is 'none'",
+        "  - init_lora_weights is 'pissa', which changes the base; supported is one of "
+        "(True, False, 'gaussian', 'orthogonal')",
+        "  - modules_to_save is ['lm_head'], which is not supported",
+        "  - rank_pattern is {'q_proj': 4}, which is not supported",
+        "  - use_dora is True, which is not supported",
+    ]
+
+
+def test_tensors_that_do_not_fit_are_listed(written):
+    base = "base_model.model."
+    query = f"{base}model.layers.0.self_attn.q_proj"
+    load = written(
+        tensors={
+            f"{query}.lora_B.weight": None,
+            f"{base}lm_head.lora_A.weight": torch.zeros(4, 16),
+            f"{base}lm_head.base_layer.weight": torch.zeros(32, 16),
+            f"{base}model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(3, 16),
+            f"{query}.lora_magnitude_vector": torch.zeros(24),
+        }
+    )
+    with pytest.raises(CheckpointError) as error:
+        load()
+    assert sorted(str(error.value).splitlines()[1:]) == sorted(
+        [
+            f"  - {query}.lora_B.weight is missing",
+            f"  - {base}lm_head.lora_A.weight has shape (4, 16), needs (3, 16)",
+            f"  - {base}lm_head.base_layer.weight differs from head.projection of the parameters, so the adapters are "
+            "of another base",
+            f"  - {base}model.layers.7.self_attn.q_proj.lora_A.weight is unexpected",
+            f"  - {query}.lora_magnitude_vector is unexpected",
+        ]
+    )
+
+
+def test_files_that_cannot_be_read_are_named(written, tmp_path):
+    load = written()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"adapters .*adapter_model.safetensors: cannot be read"):
+        load()
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"adapters .*adapter_config.json: cannot be read"):
+        load()
