@@ -45,7 +45,8 @@ def balanced_plans(layers: Sequence[LayerCost], workers: int) -> Iterator[Plan]:
             if longest >= slowest * (1 - 1e-9):
                 continue
             slowest = longest
-            fewest = min(turn, max(1, math.ceil(forward[turn] / slowest * (1 - 1e-9))))
+            # embeddings may take no time at all
+            fewest = min(turn, max(1, math.ceil(forward[turn] / slowest * (1 - 1e-9)))) if slowest else 1
             for num_forward in sorted({fewest, min(fewest + 1, turn), min(2 * fewest, turn)}):
                 starts = least_bottleneck(forward[: turn + 1], num_forward)
                 yield Plan(_spans(starts), Span(turn, num_layers), _spans(cuts))

@@ -24,12 +24,6 @@ from rpfunc.stream.flat import accumulate, floating, vjp
 LARGE = 1 << 20
 """Elements from which a weight's gradient is added where it is made; below, what that saves is less than it costs."""
 
-FEW_ROWS = 128
-"""Rows up to which a product with a large weight is computed the other way round."""
-
-BLOCK = 2000
-"""Rows of a weight that are multiplied with few rows at a time."""
-
 AccumulatingPull = Callable[[Flat, Flat | None], tuple[Flat, tuple[Flat, ...]]]
 """(cotangent, grads) -> (grads + dparams, one flat cotangent for each other argument); `grads` is donated."""
 
@@ -141,8 +135,7 @@ def _is_plain(
 class _Linear(Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sums: _Sums, place: int) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        return _few_rows_linear(x, weight, bias) if x.is_cpu and rows <= FEW_ROWS else F.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -158,21 +151,6 @@ class _Linear(Function):
         dx = cotangent @ weight if ctx.needs_input_grad[0] else None
         dbias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
         return dx, ctx.sums.nothing(ctx.place, weight.shape), dbias, None, None
-
-
-def _few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns F.linear(x, weight, bias) of few rows: products with the weight's rows on the left, block by block.
-
-    On CPUs a product with few rows on the left reaches half the speed. The result stays as it was made, (out, rows):
-    what is returned is a transposed view, and the gradients' products are faster with it, too.
-    """
-    flat = x.reshape(-1, x.shape[-1]).T
-    output = x.new_empty(len(weight), flat.shape[1])
-    for start in range(0, len(weight), BLOCK):
-        torch.mm(weight[start : start + BLOCK], flat, out=output[start : start + BLOCK])
-    if bias is not None:
-        output += bias[:, None]
-    return output.T.view(*x.shape[:-1], len(weight))
 
 
 class _Embedding(Function):

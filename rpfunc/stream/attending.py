@@ -87,13 +87,22 @@ class Attending(Stepping):
         if not memory.holds(stop):
             memory.keep(self.kv(params, x, batch), start, stop, stop)
 
+        reached: list[bool] = []
+
         def step(params: Any, x: Any) -> Any:
-            return self.rows(params, x, _look_back(self.kv(params, x, batch), memory, start, stop), batch)
+            return self.rows(
+                params, x, _look_back(self.kv(params, x, batch), memory, start, stop, reached.append), batch
+            )
 
         output, pull = vjp_into(step, params, x)
 
         def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
             grads, (dx,) = pull(cotangent, grads)
+            later = () if reached else memory.cotangent(start, stop) or ()
+            if later:  # these rows do not read what they leave, later ones do
+                _, pull_kv = vjp_into(lambda params, x: self.kv(params, x, batch), params, x)
+                grads, (through_kv,) = pull_kv(later, grads)
+                dx = tuple(a + b for a, b in zip(dx, through_kv, strict=True))
             return dx, grads
 
         return output, pullback
@@ -111,26 +120,30 @@ class Attending(Stepping):
         )
 
 
-def _look_back(left: Any, memory: RowMemory, start: int, stop: int) -> Any:
-    """Returns what rows start to stop see: earlier rows and `left`, their own, which the memory holds already."""
+def _look_back(left: Any, memory: RowMemory, start: int, stop: int, reached: Callable[[bool], None]) -> Any:
+    """Returns what rows start to stop see: earlier rows and `left`, their own, which the memory holds already.
+
+    `reached` is called when cotangents come back through here.
+    """
     own_rows, _ = floating(left)
     _, rebuild = floating(memory.past(start, stop))
-    return rebuild(_LookBack.apply(memory, start, stop, *own_rows) if own_rows else ())  # type: ignore[no-untyped-call]
+    return rebuild(_LookBack.apply(memory, start, stop, reached, *own_rows) if own_rows else ())  # type: ignore[no-untyped-call]
 
 
 class _LookBack(Function):
     """On the way back, rows' cotangents are complete here: later chunks have been received, and this one is."""
 
     @staticmethod
-    def forward(memory: RowMemory, start: int, stop: int, *own_rows: Tensor) -> Flat:
+    def forward(memory: RowMemory, start: int, stop: int, reached: Callable[[bool], None], *own_rows: Tensor) -> Flat:
         return floating(memory.past(start, stop))[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
-        ctx.memory, ctx.start, ctx.stop = inputs[:3]
+        ctx.memory, ctx.start, ctx.stop, ctx.reached = inputs[:4]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.reached(True)
         ctx.memory.receive(cotangents, ctx.start, ctx.stop)
-        return None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ())
+        return None, None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ())

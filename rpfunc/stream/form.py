@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
+from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.memory import Memory
 
 Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
@@ -45,18 +47,28 @@ class Stepping(ABC):
     def precompose(self, function: Callable[[Any], Any]) -> Self:
         """Returns the form that applies `function` to its parameters first."""
 
-    def forward(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
-        """Returns the output for whole rows, computed `chunk` rows at a time."""
+    def forward(self, params: Any, x: Any, batch: Batch, chunk: int, kept: KeptAttention | None = None) -> Any:
+        """Returns the output for whole rows, computed `chunk` rows at a time; attention's results go into `kept`."""
         memory, output, num_rows = self.memory(), None, batch.num_rows
         for start, stop in spans(num_rows, chunk):
-            part = self.advance(params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop, num_rows)
+            with kept.computing(start) if kept else nullcontext():
+                part = self.advance(
+                    params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop, num_rows
+                )
             output = write(output, part, start, stop, num_rows)
         return output
 
     def backward(
-        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
+        self,
+        params: Any,
+        x: Any,
+        batch: Batch,
+        chunk: int,
+        cotangent: Flat,
+        grads: Flat | None,
+        kept: KeptAttention | None = None,
     ) -> tuple[Flat, Flat]:
-        """Returns (dx, grads + dparams), `chunk` rows at a time; `cotangent` and `grads` are donated.
+        """Returns (dx, grads + dparams), `chunk` rows at a time; donates `cotangent`, `grads` and what `forward` kept.
 
         First every chunk leaves what later ones read (keys and values: once for each row). Then chunks are
         differentiated from last to first. What a row left is read by itself and later rows only, so its cotangent is
@@ -71,9 +83,10 @@ class Stepping(ABC):
             memory.keep(left, start, stop, num_rows)
         dx: Flat | None = None
         for start, stop in reversed(pieces):
-            _, pullback = self.linearize_step(
-                params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop
-            )
+            with kept.recomputing(start) if kept else nullcontext():
+                _, pullback = self.linearize_step(
+                    params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop
+                )
             dx_rows, grads = pullback(rows(cotangent, start, stop), grads)
             dx = overwrite(dx, cotangent, dx_rows, start, stop, num_rows)
             del pullback, dx_rows  # or these residuals would live beside the next chunk's

@@ -13,6 +13,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.few_rows import FewRowsProducts
 from rpfunc.stream.flat import own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Streaming
@@ -25,9 +26,9 @@ def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
     sums = []
     for chunk in _pieces(layer, x, batch, how):
-        sums.append(
-            _added(_sum(objective.score(layer.form.full(layer.select(params), x, rows), rows)) for _, x, rows in chunk)
-        )
+        with FewRowsProducts():
+            scores = [objective.score(layer.form.full(layer.select(params), x, rows), rows) for _, x, rows in chunk]
+        sums.append(_added(map(_sum, scores)))
     return _added(sums)
 
 
@@ -53,7 +54,8 @@ def head_vjp(
         for span, x_rows, piece in chunk:
 
             def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
-                return objective.score(layer.form.full(params, x, piece), piece)
+                with FewRowsProducts():
+                    return objective.score(layer.form.full(params, x, piece), piece)
 
             scores, pull = vjp_into(score, selected, x_rows)
             # shared with other rows: whatever comes to lie in its memory is copied

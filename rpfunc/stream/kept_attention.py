@@ -7,7 +7,6 @@ head. Source: own; FlashAttention (arXiv 2205.14135, section 3.1) keeps the same
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
@@ -17,36 +16,37 @@ from rpfunc.stream.split_attention import attention_with_sums, known_attention, 
 
 
 class KeptAttention:
-    """What chunks' attention gave, by the last row that a chunk sees; `recomputing` hands each result out once."""
+    """What each chunk's attention gave, by the chunk's first row; `recomputing` hands a chunk's results out once."""
 
     def __init__(self) -> None:
-        self._results: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._results: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def computing(self) -> TorchFunctionMode:
-        """Returns a context in which `split_attention` notes its results."""
-        return _Computing(self._results)
+    def computing(self, start: int) -> TorchFunctionMode:
+        """Returns a context in which `split_attention` notes its results as those of the chunk at row `start`."""
+        return _Computing(self._results.setdefault(start, []))
 
-    def recomputing(self) -> TorchFunctionMode:
-        """Returns a context in which `split_attention` takes the noted results, in the order of each chunk's calls."""
-        return _Recomputing(self._results)
+    def recomputing(self, start: int) -> TorchFunctionMode:
+        """Returns a context in which `split_attention` takes that chunk's results, in the order of its calls."""
+        return _Recomputing(self._results.pop(start, []))
 
 
 class _Computing(TorchFunctionMode):
-    def __init__(self, results: defaultdict[int, list[tuple[Tensor, Tensor]]]) -> None:
+    def __init__(self, results: list[tuple[Tensor, Tensor]]) -> None:
         self._results = results
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not split_attention:
             return function(*args, **(kwargs or {}))
         result = attention_with_sums(*args)
-        self._results[args[1].shape[1]].append(result)
+        self._results.append(result)
         return result[0]
 
 
 class _Recomputing(TorchFunctionMode):
-    def __init__(self, results: defaultdict[int, list[tuple[Tensor, Tensor]]]) -> None:
+    def __init__(self, results: list[tuple[Tensor, Tensor]]) -> None:
         self._results = results
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = self._results[args[1].shape[1]] if function is split_attention else []
-        return known_attention(*args, results.pop(0)) if results else function(*args, **(kwargs or {}))
+        if function is split_attention and self._results:
+            return known_attention(*args, self._results.pop(0))
+        return function(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import can_step, chunk_fused
+from rpfunc.stream.form import Stepping
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.linearize import forward, linearize
 from rpfunc.stream.rowwise import RowWise
@@ -92,8 +93,10 @@ def layer_fused(
     """
     if how.chunk is not None and objective.linear and len(layers) > 1 and can_step(layers[-2:]):
         hidden, pullbacks = layer_linearize(layers[:-2], params, x, batch, how)
+        # rows that were written chunk by chunk lie in memory made here; an opaque layer may hand on anybody's
+        donate = len(layers) > 2 and isinstance(layers[-3].form, Stepping)
         loss, cotangent, updated = chunk_fused(
-            layers[-2:], objective, params, hidden, batch, total, how, grads, donate=bool(pullbacks)
+            layers[-2:], objective, params, hidden, batch, total, how, grads, donate=donate
         )
         del hidden
         dx, updated = layer_transpose(pullbacks, cotangent, updated)

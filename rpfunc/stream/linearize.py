@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from rpfunc.batch import Batch
@@ -46,12 +45,10 @@ def linearize(
 
         return output, whole
 
-    kept = KeptAttention() if keep_attention and with_output and isinstance(layer.form, Attending) else None
+    kept = (KeptAttention(),) if keep_attention and with_output and isinstance(layer.form, Attending) else ()
 
     def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
-        with kept.recomputing() if kept else nullcontext():
-            dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name))
+        dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name), *kept)
         return dx, {**grads, layer.name: added}
 
-    with kept.computing() if kept else nullcontext():
-        return (layer.form.forward(selected, x, batch, chunk) if with_output else None), streamed
+    return (layer.form.forward(selected, x, batch, chunk, *kept) if with_output else None), streamed

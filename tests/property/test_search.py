@@ -112,3 +112,8 @@ def test_least_slots_keeps_the_model_in_parts():
     assert len(search([1.0] * 10, 4, 8).deal.plan.slots) == 1  # data parallelism
     assert len(search([1.0] * 10, 4, 8, least_slots=4).deal.plan.slots) >= 4
     assert len(search([1.0, 1.0], 4, 8, least_slots=9).deal.plan.slots) == 3  # all that two layers give
+
+
+def test_layers_that_take_no_time_are_planned_too():
+    for layers, workers in (([0.0, 1.0, 1.0], 2), ([0.0] * 3, 2), ([0.0, 1.0, 1.0], 1)):
+        assert search(layers, workers, 4).deal.plan.num_layers == 3
