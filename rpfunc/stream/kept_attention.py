@@ -48,5 +48,6 @@ class _Recomputing(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is split_attention and self._results:
-            return known_attention(*args, self._results.pop(0))
+            query, key, value, scale = args
+            return known_attention(query, key, value, scale, self._results.pop(0))
         return function(*args, **(kwargs or {}))
