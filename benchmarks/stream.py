@@ -11,12 +11,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rpfunc import Batch, memory, plan, random, tree, value_and_grad
@@ -51,9 +52,9 @@ def autograd(params: dict[str, Any], batch: Batch, *, checkpointed: bool) -> Any
         step = partial(layer, tracked, batch=batch)
         # the embedding has nothing to recompute
         x = checkpoint(step, x, use_reentrant=False) if checkpointed and layer.name != "embedding" else step(x)
-    objective, prepared = sft(), sft().prepare(batch)
-    sums = objective.score(head(tracked, x, batch), prepared).sum(dim=1)
-    loss = objective.loss(sums.double(), prepared, objective.total(prepared))
+    targets = sft().prepare(batch).row["targets"].flatten()
+    # torch's own loss, as elsewhere; -100 is left out, and no logits are held beside what backward needs
+    loss = F.cross_entropy(head(tracked, x, batch).flatten(0, 1), targets)
     return tree.unflatten(structure, torch.autograd.grad(loss, leaves))
 
 
@@ -61,13 +62,15 @@ def streamed(params: dict[str, Any], batch: Batch, **how: Any) -> Any:
     return value_and_grad(MODEL, sft(), **how)(params, batch)[1]
 
 
-LAYER: dict[str, Any] = {"chunk": 512, "head_chunk": 100}
+CUTS: dict[str, Any] = {"chunk": 512, "head_chunk": 100}
 WAYS: dict[str, Gradient] = {
     "plain": partial(autograd, checkpointed=False),
     "checkpoint": partial(autograd, checkpointed=True),
-    "layer": partial(streamed, **LAYER),
-    "chunk": partial(streamed, **LAYER, order="chunk"),
+    "layer": partial(streamed, **CUTS, keep_attention=2),
+    "chunk": partial(streamed, **CUTS, order="chunk"),
+    "least": partial(streamed, **CUTS),  # layer by layer, nothing kept: for the longest sequence
 }
+QUICK = ("plain", "checkpoint", "layer")
 
 
 def make_batch(num_rows: int) -> Batch:
@@ -81,15 +84,18 @@ def peak_mib(way: Gradient, params: dict[str, Any], batch: Batch) -> tuple[float
     return (peak.peak_bytes - sum(leaf.nbytes for leaf in tree.leaves(params))) / MIB, peak.result
 
 
-def seconds(ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int) -> dict[str, float]:
-    """Returns the median over rounds, in each of which every way takes its turn, twice: the second counts.
+def seconds(
+    ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int, runs: int
+) -> dict[str, float]:
+    """Returns the median over rounds, in each of which every way takes its turn: `runs` runs, of which the last counts.
 
     What a way finds depends on the one before: memory that gigabytes were just given back from is slow to get anew.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            way(params, batch)
+            for _ in range(runs - 1):
+                way(params, batch)
             began = time.perf_counter()
             way(params, batch)
             taken[name].append(time.perf_counter() - began)
@@ -104,15 +110,18 @@ def worst_error(found: Any, wanted: Any) -> float:
     return max(float((a.double() - b).norm() / (norm + floor)) for a, b, norm in pairs)
 
 
-def measure(num_rows: int, rounds: int, exact: bool, timed: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(num_rows: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yields each way's figures; quick: of three ways, timed once, and plain autograd not at all."""
+    exact, names = num_rows <= 8192, [*QUICK] if quick else [*WAYS]
     params, batch = decoder.init(CONFIG, random.key(0)), make_batch(num_rows)
     wanted = WAYS["plain"](tree.map(torch.Tensor.double, params), batch) if exact else None
     peaks, errors = {}, {}
-    for name, way in WAYS.items():  # these runs warm up, too
-        peaks[name], found = peak_mib(way, params, batch)
+    for name in names:  # these runs warm up, too
+        peaks[name], found = peak_mib(WAYS[name], params, batch)
         errors[name] = worst_error(found, wanted) if exact else None
-    times = seconds({name: WAYS[name] for name in timed}, params, batch, rounds)
-    for name in WAYS:
+    timed = {name: WAYS[name] for name in names if not quick or name != "plain"}
+    times = seconds(timed, params, batch, rounds=3 if exact and not quick else 1, runs=1 if quick else 2)
+    for name in names:
         yield {
             "way": name,
             "rows": num_rows,
@@ -140,10 +149,10 @@ def longest_sequences() -> dict[str, int]:
     grads = sum(leaf.nbytes for leaf in tree.leaves(params))
 
     def predicted(num_rows: int) -> int:
-        return plan.memory(MODEL, sft(), params, make_batch(num_rows), **LAYER)
+        return plan.memory(MODEL, sft(), params, make_batch(num_rows), **CUTS)
 
     guess = plan.max_sequence(predicted, BUDGET + grads, granularity=512)
-    return {"checkpoint": longest("checkpoint", params, 832, 16), "layer": longest("layer", params, guess, 512)}
+    return {"checkpoint": longest("checkpoint", params, 832, 16), "least": longest("least", params, guess, 512)}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -152,7 +161,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name in WAYS:
+    for name in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == name]
         lengths = [row["rows"] for row in own]
         left.plot(lengths, [row["seconds"] / row["rows"] * 1e3 for row in own], marker="o", label=name)
@@ -181,11 +190,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write time and memory over length as a PNG")
     options = parser.parse_args()
     lengths = [2048] if options.quick else [rows for rows in (2048, 4096, 8192, 16384) if rows <= options.up_to]
-    timed = ("checkpoint", "layer") if options.quick else tuple(WAYS)
     rows: list[dict[str, Any]] = []
     for num_rows in lengths:
-        rounds = 1 if options.quick or num_rows > 8192 else 3
-        for row in measure(num_rows, rounds, num_rows <= 8192, timed):
+        for row in measure(num_rows, options.quick):
             rows.append(row)
             print("{way:>10} T={rows:<6} {peak_mib:9.1f} MiB {seconds} s  error {error}".format(**row), flush=True)
     judged = 2048 if options.quick else 8192
@@ -200,7 +207,7 @@ def main() -> None:
     if not options.quick:
         found = longest_sequences()
         print(f"longest in {BUDGET // MIB} MiB above gradients: {found}", flush=True)
-        summary |= {"max_t_ratio": found["layer"] / found["checkpoint"], "max_t": found}
+        summary |= {"max_t_ratio": found["least"] / found["checkpoint"], "max_t": found}
     if options.plot:
         draw(rows, options.plot)
     for name, value in summary.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.errors import CheckpointError, ModelError
+from rpfunc.files import replace_file
 from rpfunc.model import Model, Params
 from rpfunc.models.hf.pretrained import PretrainedModel, describe
 from rpfunc.models.lora import AdaptedLayer, LoraConfig, attach, split
@@ -226,9 +227,7 @@ def _is_number(value: object) -> bool:
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    beside = path.with_name(path.name + ".partial")
     try:
-        fill(beside)
-        beside.replace(path)
+        replace_file(path, fill)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"adapters {path}: cannot be written ({error})") from error

@@ -14,6 +14,7 @@ from rpfunc import random, tree
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import accumulator_dtype
+from rpfunc.stream.accumulate import is_plain_look_up
 
 SHAPE_ONLY = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cpu", "is_cuda", "layout")]
@@ -60,7 +61,7 @@ class Adapting(TorchFunctionMode):
         if function in (F.linear, F.embedding):
             x, weight = (args[place] if len(args) > place else kwargs[name] for place, name in _OPERANDS)
             adapter = self._adapters.get(id(weight)) if id(x) not in self._adapters else None
-            if adapter is not None and (function is F.linear or _is_plain_look_up(*args[2:], **kwargs)):
+            if adapter is not None and (function is F.linear or is_plain_look_up(*args[2:], **kwargs)):
                 added = self._linear(x, adapter) if function is F.linear else F.embedding(x, adapter.b) @ adapter.a
                 output = function(*args, **kwargs)
                 return output + (self._scale * added).to(output.dtype)
@@ -95,16 +96,3 @@ class Adapting(TorchFunctionMode):
 
 
 _OPERANDS = ((0, "input"), (1, "weight"))
-
-
-def _is_plain_look_up(
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    **operands: Tensor,
-) -> bool:
-    """Returns whether these options of `F.embedding` leave rows and gradients as they are."""
-    del norm_type, operands  # of max_norm; those given by name
-    return padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse

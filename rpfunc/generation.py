@@ -17,6 +17,7 @@ from rpfunc.objectives.checks import at_least, check_options
 from rpfunc.random import Key
 from rpfunc.sampling import Sampler
 from rpfunc.stream import RowWise, Stepping
+from rpfunc.stream.chunk_major import looking_ahead
 from rpfunc.stream.flat import rows, spans
 
 
@@ -144,11 +145,7 @@ class _Look(TorchFunctionMode):
 
 
 def _check_steps(model: Model) -> None:
-    problems = [
-        f"layer {layer.name!r} is {type(layer.form).__name__.lower()}, its rows may depend on later rows"
-        for layer in model.layers
-        if not isinstance(layer.form, Stepping)
-    ]
+    problems = looking_ahead(model.layers)
     if problems:
         raise ModelError.listing("generate needs row-wise, causal or recurrent layers", problems)
 

@@ -65,6 +65,10 @@ def read_ropes(fields: Fields, size: int) -> dict[str, Any]:
     thetas = {FULL: fields.number("rope_theta", 1e6), SLIDING: fields.number("rope_local_base_freq", 1e4)}
     for unknown in found.keys() - thetas.keys():
         fields.refuse(f"rope_parameters.{unknown}", found[unknown], f"supported are {FULL!r} and {SLIDING!r}")
+    for kind in thetas:
+        if found[kind].get("truncate", True) is not True:
+            # transformers does not read it where there are two sets: there is nothing to be equal to
+            fields.refuse(f"rope_parameters.{kind}.truncate", found[kind]["truncate"], "supported is true")
     return {kind: make_rope(fields, f"rope_parameters.{kind}", found[kind], size, thetas[kind]) for kind in thetas}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rpfunc.errors import CheckpointError
+from rpfunc.files import replace_file
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -129,12 +129,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    beside = path.with_name(path.name + ".partial")
     try:
-        fill(beside)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        replace_file(path, fill)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint {path}: cannot be written ({error})") from error
-    beside.chmod(0o644)
-    beside.replace(path)

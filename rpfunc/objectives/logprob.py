@@ -15,6 +15,9 @@ from rpfunc.batch import Batch
 from rpfunc.errors import BatchError
 from rpfunc.objectives.targets import IGNORED
 
+BLOCK = 1 << 18
+"""Logits whose exponentials are summed at a time."""
+
 
 def score_logprob(temperature: float, soft_cap: float | None) -> Callable[[Tensor, Batch], Tensor]:
     """Returns the row score (logits (B, T, V), batch) -> log-probability (B, T) of each row's target, 0 without one."""
@@ -70,7 +73,10 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(shaped: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-        log_sum = shaped.logsumexp(dim=1)
+        # a few rows at a time, so that what it makes on the way stays in the cache
+        count = max(1, BLOCK // max(1, shaped.shape[1]))
+        parts = torch.split(shaped, count)
+        log_sum = torch.cat([part.logsumexp(dim=1) for part in parts])
         picked = shaped.gather(1, targets.clamp(min=0)[:, None])[:, 0]
         if smoothing:
             picked = torch.lerp(picked, shaped.mean(dim=1), smoothing)

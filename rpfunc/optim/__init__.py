@@ -2,22 +2,24 @@
 
 from rpfunc.optim.accumulate import accumulate
 from rpfunc.optim.adam import scale_by_adam
-from rpfunc.optim.base import Transformation, apply_updates, from_leafwise, step
+from rpfunc.optim.base import Transformation, apply_updates, from_leafwise
 from rpfunc.optim.chain import chain
 from rpfunc.optim.clip import clip_by_global_norm, global_norm
 from rpfunc.optim.decay import add_decayed_weights
 from rpfunc.optim.donatable import check_donatable
-from rpfunc.optim.donate import advance_donated, step_donated
-from rpfunc.optim.leafwise import Leafwise, LeafwiseState, advance, measure, prepare
+from rpfunc.optim.leafwise import Leafwise, LeafwiseState, advance, from_linear, measure, prepare
+from rpfunc.optim.linear import Linear
 from rpfunc.optim.masked import masked
 from rpfunc.optim.optimizers import adam, adamw, sgd
 from rpfunc.optim.scale import identity, scale, scale_by_learning_rate, scale_by_schedule
 from rpfunc.optim.schedules import Schedule, constant, cosine_decay, join, linear, warmup_cosine
+from rpfunc.optim.step import advance_donated, step, step_donated
 from rpfunc.optim.trace import trace
 
 __all__ = [
     "Leafwise",
     "LeafwiseState",
+    "Linear",
     "Schedule",
     "Transformation",
     "accumulate",
@@ -33,6 +35,7 @@ __all__ = [
     "constant",
     "cosine_decay",
     "from_leafwise",
+    "from_linear",
     "global_norm",
     "identity",
     "join",

@@ -79,11 +79,5 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     return tree.map(_apply, params, updates)
 
 
-def step(transformation: Transformation, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-    """Returns the next params and state: one update, applied. Overwrites nothing; see `step_donated`."""
-    updates, state = transformation.update(updates, state, params)
-    return apply_updates(params, updates), state
-
-
 def _apply(param: Tensor, update: Tensor) -> Tensor:
     return torch.add(param, update).to(param.dtype)

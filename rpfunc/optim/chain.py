@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from rpfunc.errors import OptimizerError
 from rpfunc.optim.base import Transformation, from_leafwise
-from rpfunc.optim.leafwise import Leafwise
+from rpfunc.optim.leafwise import Leafwise, Overwrite
+from rpfunc.optim.linear import Linear
 from rpfunc.tree import Tree
+
+_Linears = list[tuple[int, Callable[[Any, Any], Linear]]]
 
 
 def chain(*transformations: Transformation) -> Transformation:
@@ -42,11 +47,20 @@ def _chain_leafwise(links: list[Leafwise]) -> Leafwise:
         return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
     def leaf(path: str, update: Tensor, states: Any, param: Tensor, coefficients: Any) -> tuple[Tensor, Any]:
-        next_states = []
+        pending, next_states = Linear(), []
         for link, state, part in zip(links, states, coefficients, strict=True):
-            update, state = link.leaf(path, update, state, param, part)
+            if link.linear is not None:
+                pending = pending.then(link.linear(state, part))
+            else:
+                update, state = link.leaf(path, pending(update, param), state, param, part)
+                pending = Linear()
             next_states.append(state)
-        return update, tuple(next_states)
+        return pending(update, param), tuple(next_states)
+
+    # A step in one needs a single link that is not linear: two could find each other's tensors in what they overwrite.
+    others = [place for place, link in enumerate(links) if link.linear is None]
+    core = others[0] if len(others) == 1 else None
+    linears = [(place, link.linear) for place, link in enumerate(links) if link.linear is not None]
 
     return Leafwise(
         leaf=leaf,
@@ -55,7 +69,32 @@ def _chain_leafwise(links: list[Leafwise]) -> Leafwise:
         scalars=scalars,
         reduce=None if first_reduce is None else reduce,
         elementwise=all(link.elementwise for link in links),
+        linear=None if others else partial(_fold, linears),
+        overwrite=None if core is None else _around(core, links[core].overwrite, linears),
     )
+
+
+def _fold(linears: _Linears, states: Any, coefficients: Any) -> Linear:
+    folded = Linear()
+    for place, linear in linears:
+        folded = folded.then(linear(states[place], coefficients[place]))
+    return folded
+
+
+def _around(core: int, core_overwrite: Overwrite | None, linears: _Linears) -> Overwrite | None:
+    if core_overwrite is None:
+        return None
+    earlier = [(place, linear) for place, linear in linears if place < core]
+    later = [(place, linear) for place, linear in linears if place > core]
+
+    def overwrite(
+        path: str, update: Tensor, states: Any, param: Tensor, coefficients: Any, following: Linear, scratch: Tensor
+    ) -> None:
+        update = _fold(earlier, states, coefficients)(update, param, out=scratch)
+        after = _fold(later, states, coefficients).then(following)
+        core_overwrite(path, update, states[core], param, coefficients[core], after, scratch)
+
+    return overwrite
 
 
 def _chain_trees(transformations: tuple[Transformation, ...]) -> Transformation:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.checks import check_not_negative
-from rpfunc.optim.leafwise import Leafwise
+from rpfunc.optim.leafwise import from_linear
+from rpfunc.optim.linear import Linear
 from rpfunc.optim.masked import masked
 from rpfunc.tree import Mask
 
@@ -23,8 +19,5 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Transf
     """
     check_not_negative("weight_decay", weight_decay, 0.01)
 
-    def leaf(path: str, update: Tensor, state: Any, param: Tensor, coefficients: object) -> tuple[Tensor, Any]:
-        return torch.add(update, param, alpha=weight_decay), state
-
-    decay = from_leafwise(Leafwise(leaf=leaf))
+    decay = from_leafwise(from_linear(lambda state, coefficients: Linear(share=weight_decay)))
     return decay if mask is None else masked(decay, mask)

@@ -4,12 +4,15 @@ The optimizer of a large model never has all of it in hand: a subtree is updated
 arrived, and a leaf in blocks that stay in the cache. A `Leafwise` says enough for both:
 
     reduce    one number over all raw updates: a sum of one part for each leaf (a squared norm, say)
-    scalars   that sum and the shared state, to this step's coefficients: plain numbers
+    scalars   that sum and the shared state, to this step's coefficients: a few numbers
     leaf      one leaf's update, state and parameter, with the coefficients, to its next update and state
 
 `leaf` is pure and the parts are added with exact rounding, so a tree taken whole, subtree by subtree in any
-order, or block by block, gives the same bits. The three steps are `measure`, `prepare` and `advance`; all take a
-whole tree or any part of it whose leaves keep their full paths, such as `{"block": params["block"]}`.
+order, or block by block, gives the same bits. The three steps are `measure`, `prepare` and `advance` (or
+`advance_donated`); all take a whole tree or any part of it whose leaves keep their full paths, such as
+`{"block": params["block"]}`.
+
+That is all a transformation needs to say. Two more words make it fast: `linear`, and `overwrite`.
 
 Source: own.
 """
@@ -24,8 +27,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rpfunc import tree
-from rpfunc.optim.rows import blocks, rows, widened
+from rpfunc.optim.linear import Linear
+from rpfunc.optim.rows import blocks, contiguous, rows, widened
 from rpfunc.tree import Tree
+
+Overwrite = Callable[[str, Tensor, Any, Tensor, Any, Linear, Tensor], None]
+"""A step in one: see `Leafwise`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,12 @@ class Leafwise:
     reduce: (path, update, leaf state, shared state) to this leaf's part of the sum; None if no sum is needed.
     elementwise: whether each element is treated on its own. Then `leaf` and `reduce` may be called on flat slices
         of a leaf, `reduce` is additive over slices, and each tensor of a leaf's state has the parameter's shape.
+    linear: (leaf state, coefficients) to the `Linear` that is all that `leaf` does, while the leaf's state rests; None
+        if it does more. A chain folds it into its neighbours. See `from_linear`.
+    overwrite: (path, update, leaf state, parameter, coefficients, linear, scratch): a step in one. It writes `leaf`'s
+        next state over the leaf state, and adds `linear` of `leaf`'s update to the parameter, in place; the bits may
+        differ from those of `leaf` by rounding. `scratch` is like the update, to write to, and may be the update.
+        None: `leaf` and copies do it.
     """
 
     leaf: Callable[[str, Tensor, Any, Tensor, Any], tuple[Tensor, Any]]
@@ -48,6 +61,17 @@ class Leafwise:
     scalars: Callable[[Any, float | None], tuple[Any, Any]] = lambda shared, total: ((), shared)
     reduce: Callable[[str, Tensor, Any, Any], float] | None = None
     elementwise: bool = True
+    linear: Callable[[Any, Any], Linear] | None = None
+    overwrite: Overwrite | None = None
+
+
+def from_linear(linear: Callable[[Any, Any], Linear], **fields: Any) -> Leafwise:
+    """Returns the `Leafwise` of a linear map, given by (leaf state, coefficients); `fields` are its other fields."""
+
+    def leaf(path: str, update: Tensor, state: Any, param: Tensor, coefficients: Any) -> tuple[Tensor, Any]:
+        return linear(state, coefficients)(update, param), state
+
+    return Leafwise(leaf=leaf, linear=linear, **fields)
 
 
 class LeafwiseState(NamedTuple):
@@ -65,7 +89,7 @@ def measure(leafwise: Leafwise, updates: Tree, state: LeafwiseState, params: Tre
     if leafwise.reduce is None:
         return []
     parts = []
-    for row in rows(updates, state.leaves, params):
+    for row in map(contiguous, rows(updates, state.leaves, params)):
         pieces = [widened(piece) for piece in ([row] if not leafwise.elementwise else blocks(row))]
         parts.append(exact_sum(leafwise.reduce(row.path, piece.update, piece.state, state.shared) for piece in pieces))
     return parts

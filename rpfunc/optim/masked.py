@@ -10,6 +10,7 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.leafwise import Leafwise
+from rpfunc.optim.linear import Linear
 from rpfunc.tree import Mask, Tree
 
 
@@ -43,6 +44,19 @@ def _masked_leafwise(inner: Leafwise, selects: Callable[[str, Tensor], bool]) ->
         update, inner_state = inner.leaf(path, update, state[0], param, coefficients)
         return update, (inner_state,)
 
+    def linear(state: Any, coefficients: Any) -> Linear:
+        assert inner.linear is not None
+        return inner.linear(state[0], coefficients) if state else Linear()
+
+    def overwrite(
+        path: str, update: Tensor, state: Any, param: Tensor, coefficients: Any, following: Linear, scratch: Tensor
+    ) -> None:
+        assert inner.overwrite is not None
+        if state:
+            inner.overwrite(path, update, state[0], param, coefficients, following, scratch)
+        else:
+            following.add_(param, update)
+
     return Leafwise(
         leaf=leaf,
         init_leaf=init_leaf,
@@ -50,6 +64,8 @@ def _masked_leafwise(inner: Leafwise, selects: Callable[[str, Tensor], bool]) ->
         scalars=inner.scalars,
         reduce=None if inner.reduce is None else reduce,
         elementwise=inner.elementwise,
+        linear=None if inner.linear is None else linear,
+        overwrite=None if inner.overwrite is None else overwrite,
     )
 
 

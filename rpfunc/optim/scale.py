@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.checks import check_not_negative, check_number
-from rpfunc.optim.leafwise import Leafwise
+from rpfunc.optim.leafwise import from_linear
+from rpfunc.optim.linear import Linear
 from rpfunc.optim.schedules import Schedule
 
 
 def identity() -> Transformation:
     """Returns the transformation that changes nothing."""
-    return from_leafwise(Leafwise(leaf=lambda path, update, state, param, coefficients: (update, state)))
+    return from_leafwise(from_linear(lambda state, coefficients: Linear()))
 
 
 def scale(step_size: float) -> Transformation:
@@ -24,7 +23,7 @@ def scale(step_size: float) -> Transformation:
     Raises OptimizerError if `step_size` is not finite.
     """
     check_number("step_size", step_size, "finite", lambda value: True, 1.0)
-    return from_leafwise(Leafwise(leaf=lambda path, update, state, param, coefficients: (update * step_size, state)))
+    return from_leafwise(from_linear(lambda state, coefficients: Linear(step_size)))
 
 
 def scale_by_schedule(schedule: Schedule) -> Transformation:
@@ -39,10 +38,9 @@ def scale_by_schedule(schedule: Schedule) -> Transformation:
     def scalars(count: Tensor, total: float | None) -> tuple[float, Tensor]:
         return schedule(int(count)), count + 1
 
-    def leaf(path: str, update: Tensor, state: Any, param: Tensor, step_size: float) -> tuple[Tensor, Any]:
-        return update * step_size, state
-
-    return from_leafwise(Leafwise(leaf=leaf, init_shared=init_shared, scalars=scalars))
+    return from_leafwise(
+        from_linear(lambda state, step_size: Linear(step_size), init_shared=init_shared, scalars=scalars)
+    )
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Transformation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rpfunc.optim.base import Transformation, from_leafwise
 from rpfunc.optim.checks import check_decay
 from rpfunc.optim.leafwise import Leafwise
+from rpfunc.optim.linear import Linear
 from rpfunc.optim.rows import working_dtype
 
 
@@ -29,4 +30,10 @@ def trace(decay: float, nesterov: bool = False) -> Transformation:
         total = torch.add(update, past, alpha=decay)
         return (torch.add(update, total, alpha=decay) if nesterov else total), total
 
-    return from_leafwise(Leafwise(leaf=leaf, init_leaf=init_leaf))
+    def overwrite(
+        path: str, update: Tensor, past: Tensor, param: Tensor, coefficients: object, linear: Linear, scratch: Tensor
+    ) -> None:
+        past.mul_(decay).add_(update)
+        linear.add_(param, torch.add(update, past, alpha=decay, out=scratch) if nesterov else past)
+
+    return from_leafwise(Leafwise(leaf=leaf, init_leaf=init_leaf, overwrite=overwrite))

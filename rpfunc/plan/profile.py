@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 from rpfunc.errors import PlanError
+from rpfunc.files import replace_file
 from rpfunc.plan.costs import TIMES, LayerCost, stage_costs
 from rpfunc.plan.plan import Plan
 from rpfunc.schedule.timeline import Timeline
@@ -79,10 +79,8 @@ def save_costs(path: str | Path, costs: Sequence[LayerCost]) -> None:
     """Writes layer costs as JSON: a list of objects with the fields of `LayerCost`. Written beside, then renamed."""
     import msgspec  # here, since it takes a while and few runs read or write costs
 
-    path = Path(path)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_bytes(msgspec.json.format(msgspec.json.encode([asdict(cost) for cost in costs])) + b"\n")
-    os.replace(beside, path)
+    text = msgspec.json.format(msgspec.json.encode([asdict(cost) for cost in costs])) + b"\n"
+    replace_file(Path(path), lambda beside: beside.write_bytes(text))
 
 
 def load_costs(path: str | Path) -> list[LayerCost]:

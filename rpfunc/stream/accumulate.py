@@ -19,22 +19,24 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from rpfunc.model import Flat, accumulator_dtype
+from rpfunc.stream.few_rows import LARGE
 from rpfunc.stream.flat import accumulate, floating, vjp
 
-LARGE = 1 << 20
-"""Elements from which a weight's gradient is added where it is made; below, what that saves is less than it costs."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A way to compute `F.linear`."""
 
 AccumulatingPull = Callable[[Flat, Flat | None], tuple[Flat, tuple[Flat, ...]]]
 """(cotangent, grads) -> (grads + dparams, one flat cotangent for each other argument); `grads` is donated."""
 
 
 def vjp_into(
-    function: Callable[..., Any], params: Any, *others: Any, large: int = LARGE
+    function: Callable[..., Any], params: Any, *others: Any, large: int = LARGE, linear: Linear = F.linear
 ) -> tuple[Any, AccumulatingPull]:
     """Returns function(params, *others) and its pullback, which adds the parameters' gradients to a sum.
 
     As `vjp` and `accumulate`; of leaves of `params` with `large` elements or more, the products that `F.linear` and
-    `F.embedding` contribute are added in place. The pullback may be called once. Source: own.
+    `F.embedding` contribute are added in place; `linear` computes the former forward. The pullback may be called once.
+    Source: own.
     """
     leaves, _ = floating(params)
     sums: _Sums | None = None
@@ -44,7 +46,7 @@ def vjp_into(
         sums = running = _Sums(leaves)
 
         def watched(params: Any, *others: Any) -> Any:
-            with _AddingProducts(running, floating(params)[0], large):
+            with _AddingProducts(running, floating(params)[0], large, linear):
                 return function(params, *others)
 
         output, pull = vjp(watched, params, *others)
@@ -105,41 +107,49 @@ class _Sums:
 class _AddingProducts(TorchFunctionMode):
     """While a function runs forward, lets its large weights' gradients go into `sums` on the way back."""
 
-    def __init__(self, sums: _Sums, leaves: Flat, large: int) -> None:
-        self._sums = sums
+    def __init__(self, sums: _Sums, leaves: Flat, large: int, linear: Linear) -> None:
+        self._sums, self._linear = sums, linear
         self._places = {id(leaf): place for place, leaf in enumerate(leaves) if leaf.numel() >= large}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._places.get(id(args[1])) if len(args) > 1 and function in (F.linear, F.embedding) else None
         if place is not None and function is F.linear and len(args) + len(kwargs or {}) <= 3:
             bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
-            return _Linear.apply(args[0], args[1], bias, self._sums, place)  # type: ignore[no-untyped-call]
+            return _Linear.apply(args[0], args[1], bias, self._sums, place, self._linear)  # type: ignore[no-untyped-call]
         # elsewhere than on a CPU, adding rows in place has no fixed order
-        if place is not None and function is F.embedding and args[1].is_cpu and _is_plain(*args[2:], **(kwargs or {})):
+        if (
+            place is not None
+            and function is F.embedding
+            and args[1].is_cpu
+            and is_plain_look_up(*args[2:], **(kwargs or {}))
+        ):
             return _Embedding.apply(args[0], args[1], self._sums, place)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-def _is_plain(
+def is_plain_look_up(
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
+    *,
+    input: Tensor | None = None,  # noqa: A002
+    weight: Tensor | None = None,
 ) -> bool:
-    """Returns whether these options of `F.embedding` leave the gradient as it is."""
-    del norm_type  # of max_norm
+    """Returns whether these options of `F.embedding` leave rows and gradients as they are; operands may be named."""
+    del norm_type, input, weight
     return padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sums: _Sums, place: int) -> Tensor:
-        return F.linear(x, weight, bias)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sums: _Sums, place: int, linear: Linear) -> Tensor:
+        return linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.sums, ctx.place = inputs
+        x, weight, _, ctx.sums, ctx.place, _ = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
@@ -150,7 +160,7 @@ class _Linear(Function):
         ctx.sums.add_product(ctx.place, flat.T, x.reshape(-1, x.shape[-1]))
         dx = cotangent @ weight if ctx.needs_input_grad[0] else None
         dbias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
-        return dx, ctx.sums.nothing(ctx.place, weight.shape), dbias, None, None
+        return dx, ctx.sums.nothing(ctx.place, weight.shape), dbias, None, None, None
 
 
 class _Embedding(Function):

@@ -49,6 +49,11 @@ def attend(
     """
     num_queries, num_keys = query.shape[1], key.shape[1]
     _check(query, key, value, causal, window, query_segments is None, key_segments is None)
+    if window == 1 and key_segments is None and visible is None and sinks is None:
+        # a softmax of one score is 1, and its gradient is zero: kernels leave what rounding makes of it
+        return repeat(
+            value[:, num_keys - num_queries :], "b t h d -> b t (h g) d", g=query.shape[2] // key.shape[2]
+        ).clone()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     plain = window is None and key_segments is None and visible is None and sinks is None and soft_cap is None
     if plain and (not causal or num_queries in (1, num_keys)):

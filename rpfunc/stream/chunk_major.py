@@ -28,13 +28,18 @@ def can_step(layers: Sequence[Layer]) -> bool:
     return all(isinstance(layer.form, Stepping) for layer in layers) and isinstance(layers[-1].form, RowWise)
 
 
-def check_stepping(layers: Sequence[Layer]) -> None:
-    """Raises PlanError naming every layer of a model that cannot work a chunk at a time, in order."""
-    problems = [
+def looking_ahead(layers: Sequence[Layer]) -> list[str]:
+    """Returns, in words, every layer whose rows may depend on later rows."""
+    return [
         f"layer {layer.name!r} is {type(layer.form).__name__.lower()}, its rows may depend on later rows"
         for layer in layers
         if not isinstance(layer.form, Stepping)
     ]
+
+
+def check_stepping(layers: Sequence[Layer]) -> None:
+    """Raises PlanError naming every layer of a model that cannot work a chunk at a time, in order."""
+    problems = looking_ahead(layers)
     if isinstance(layers[-1].form, Stepping) and not isinstance(layers[-1].form, RowWise):
         problems.append(f"the last layer {layers[-1].name!r} is {type(layers[-1].form).__name__.lower()}, not row-wise")
     if problems:

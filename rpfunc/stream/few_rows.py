@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+LARGE = 1 << 20
+"""Elements of a weight from which its products are treated apart; below, what that saves is less than it costs."""
+
 FEW_ROWS = 128
 """Rows up to which a product is computed the other way round."""
-
-LARGE = 1 << 20
-"""Elements of a weight from which it is worth it."""
 
 BLOCK = 4000
 """Rows of a weight whose products with few rows stay in the cache."""
@@ -35,6 +35,19 @@ class FewRowsProducts(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns F.linear(x, weight, bias), the other way round where that is worth it; not to be differentiated."""
+    if not _is_worth_it(x, weight):
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1]).T
+    output = x.new_empty(flat.shape[1], len(weight))
+    for start in range(0, len(weight), BLOCK):
+        output[:, start : start + BLOCK] = (weight[start : start + BLOCK] @ flat).T
+    if bias is not None:
+        output += bias
+    return output.reshape(*x.shape[:-1], len(weight))
+
+
 def _is_worth_it(x: Tensor | None = None, weight: Tensor | None = None) -> bool:
     if x is None or weight is None or not weight.is_cpu or weight.dim() != 2 or weight.numel() < LARGE:
         return False
@@ -44,13 +57,7 @@ def _is_worth_it(x: Tensor | None = None, weight: Tensor | None = None) -> bool:
 class _Linear(Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).T
-        output = x.new_empty(flat.shape[1], len(weight))
-        for start in range(0, len(weight), BLOCK):
-            output[:, start : start + BLOCK] = (weight[start : start + BLOCK] @ flat).T
-        if bias is not None:
-            output += bias
-        return output.reshape(*x.shape[:-1], len(weight))
+        return few_rows_linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,7 +13,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
-from rpfunc.stream.few_rows import FewRowsProducts
+from rpfunc.stream.few_rows import FewRowsProducts, few_rows_linear
 from rpfunc.stream.flat import own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Streaming
@@ -54,10 +54,10 @@ def head_vjp(
         for span, x_rows, piece in chunk:
 
             def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
-                with FewRowsProducts():
-                    return objective.score(layer.form.full(params, x, piece), piece)
+                return objective.score(layer.form.full(params, x, piece), piece)
 
-            scores, pull = vjp_into(score, selected, x_rows)
+            with FewRowsProducts():  # of frozen weights; others are known to `vjp_into`
+                scores, pull = vjp_into(score, selected, x_rows, linear=few_rows_linear)
             # shared with other rows: whatever comes to lie in its memory is copied
             cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
             grads, (dx_rows,) = pull((cotangent,), grads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 from rpfunc import tree
 from rpfunc.errors import CheckpointError
+from rpfunc.files import replace_file
 from rpfunc.runtime.state import State
 
 FORMAT = "rpfunc checkpoint 1"
@@ -27,20 +27,11 @@ def save(path: Path, state: State, notes: Mapping[str, str] | None = None) -> No
     trees = _trees(state)
     tensors = dict(zip(tree.paths(trees), (leaf.detach().cpu() for leaf in tree.leaves(trees)), strict=True))
     unshared = {name: leaf.clone(memory_format=torch.contiguous_format) for name, leaf in tensors.items()}
-    beside = path.with_name(path.name + ".partial")
+    header = {**(notes or {}), "format": FORMAT, "step": str(state.step)}
     try:
-        save_file(unshared, beside, metadata={**(notes or {}), "format": FORMAT, "step": str(state.step)})
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        replace_file(path, lambda beside: save_file(unshared, beside, metadata=header))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint {path}: cannot be written ({error}); the one before it is whole") from error
-    beside.chmod(0o644)
-    beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
 
 
 def load(path: Path, like: State) -> State:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from rpfunc.errors import OptionsError
+from rpfunc.files import replace_file
 from rpfunc.train.options import TrainOptions
 
 
@@ -72,6 +73,4 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps after `step`: a resumed run does those again."""
         kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
-        beside = self.metrics.with_name(self.metrics.name + ".partial")
-        beside.write_text("".join(kept))
-        beside.replace(self.metrics)
+        replace_file(self.metrics, lambda beside: beside.write_text("".join(kept)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rpfunc import optim, tree
 from rpfunc.optim import Leafwise, Transformation, from_leafwise
+from rpfunc.optim.fused import fused_adam_
 
 
 def load(name: str) -> ModuleType:
@@ -31,6 +33,7 @@ def load(name: str) -> ModuleType:
 cases = load("unit/test_optim_cases.py")
 against_torch = load("unit/test_optim_torch.py")
 equal_bits = load("property/test_optim_equal_bits.py")
+arithmetic = load("property/test_optim_arithmetic.py")
 
 
 def count_incremented_before_use(schedule: optim.Schedule) -> Transformation:
@@ -126,7 +129,7 @@ def torch_adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def check_bits(transformation: Transformation) -> None:
-    params = {"a": torch.randn(7, generator=torch.Generator().manual_seed(0)), "b": torch.ones(2, 3)}
+    params = {"a": torch.randn(70, generator=torch.Generator().manual_seed(0)), "b": torch.ones(2, 3)}
     gradients = [tree.map(lambda leaf: leaf * 2 - 1, params)] * 2
     equal_bits.check_equal_bits(transformation, params, gradients, 3, ["b", "a"])
 
@@ -142,6 +145,69 @@ def overwrites_its_update(path: str, update: Tensor, state: Any, param: Tensor, 
 
 def says_elementwise(path: str, update: Tensor, state: Any, param: Tensor, coefficients: Any) -> Any:
     return update - update.mean(), state
+
+
+def adam_that(**changes: Any) -> Transformation:
+    """Adam and a decay, as one leafwise transformation with some of its fields replaced."""
+    leafwise = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1, weight_decay=0.5)).leafwise
+    assert leafwise is not None
+    return from_leafwise(replace(leafwise, **changes))
+
+
+def overwrite(change: Callable[..., tuple[Any, ...]]) -> Transformation:
+    """The same, whose step in one is given other arguments than it should be."""
+    inner = adam_that().leafwise
+    assert inner is not None
+    assert inner.overwrite is not None
+    right = inner.overwrite
+    return adam_that(overwrite=lambda *arguments: right(*change(*arguments)))
+
+
+def forgets_what_follows(*arguments: Any) -> tuple[Any, ...]:
+    *others, _, scratch = arguments
+    return *others, optim.Linear(), scratch
+
+
+def writes_over_the_update(path: str, update: Tensor, *others: Any) -> tuple[Any, ...]:
+    return path, update.mul_(0.5), *others
+
+
+def keeps_its_moments(path: str, update: Tensor, state: Any, *others: Any) -> tuple[Any, ...]:
+    return path, update, tree.map(torch.clone, state), *others
+
+
+def treats_a_block_as_a_whole(path: str, update: Tensor, *others: Any) -> tuple[Any, ...]:
+    return path, update - update.mean(), *others
+
+
+def linear_that_is_not(**numbers: float) -> Transformation:
+    """Says that it does something else than it does."""
+    leaf = lambda path, update, state, param, coefficients: (update * 0.5, state)  # noqa: E731
+    return from_leafwise(Leafwise(leaf=leaf, linear=lambda state, coefficients: optim.Linear(**numbers)))
+
+
+def fused_with(change: Callable[..., Any]) -> Callable[..., None]:
+    def fused(
+        param: Tensor, update: Tensor, mu: Tensor, nu: Tensor, count: Tensor, linear: Any, **numbers: Any
+    ) -> None:
+        count, linear, numbers = change(count, linear, numbers)
+        fused_adam_(param, update, mu, nu, count, linear, **numbers)
+
+    return fused
+
+
+def check_fused(fused: Callable[..., None]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(9, generator=generator, dtype=torch.float64) for _ in range(4)]
+    numbers = {"b1": 0.4, "b2": 0.5, "eps": 1e-2}
+    for linear in (optim.Linear(-0.5, -0.25), optim.Linear(0.0, -0.25), optim.Linear(-0.5)):
+        arithmetic.check_fused(fused, tensors, torch.tensor(2.0), linear, numbers)
+
+
+def check_norm(norm: Callable[[Any], float]) -> None:
+    arithmetic.check_norm(norm, [torch.full((1500,), 1.0), torch.full((3,), 1e-25)])
+    arithmetic.check_norm(norm, [torch.full((1500,), 1e-25)])
+    arithmetic.check_norm(norm, [torch.full((1500,), 1e20)])
 
 
 def zeros(path: str, param: Tensor) -> Tensor:
@@ -176,6 +242,21 @@ WRONG: dict[str, Callable[[], None]] = {
     "leaf overwrites its state": lambda: check_bits(from_leafwise(Leafwise(overwrites_its_state, init_leaf=zeros))),
     "leaf overwrites its update": lambda: check_bits(from_leafwise(Leafwise(overwrites_its_update))),
     "not elementwise, but says so": lambda: check_bits(from_leafwise(Leafwise(says_elementwise))),
+    "step in one forgets what follows": lambda: check_bits(
+        optim.chain(overwrite(forgets_what_follows), optim.scale(0.5))
+    ),
+    "step in one writes over the update": lambda: check_bits(overwrite(writes_over_the_update)),
+    "step in one keeps its moments": lambda: check_bits(overwrite(keeps_its_moments)),
+    "step in one sees whole leaves": lambda: check_bits(overwrite(treats_a_block_as_a_whole)),
+    "linear in word, with another scale": lambda: equal_bits.check_linear(linear_that_is_not(scale=0.25)),
+    "linear in word, with a share": lambda: equal_bits.check_linear(linear_that_is_not(scale=0.5, share=0.1)),
+    "fused, a step late": lambda: check_fused(fused_with(lambda count, linear, n: (count + 1, linear, n))),
+    "fused, without decay": lambda: check_fused(
+        fused_with(lambda count, linear, n: (count, linear._replace(share=0.0), n))
+    ),
+    "fused, without eps": lambda: check_fused(fused_with(lambda count, linear, n: (count, linear, {**n, "eps": 0.0}))),
+    "norm in float32": lambda: check_norm(lambda leaves: float(torch.cat(leaves).norm())),
+    "norm of whole runs only": lambda: check_norm(lambda leaves: optim.global_norm([leaves[0][:1024], *leaves[1:]])),
 }
 
 
@@ -189,3 +270,8 @@ def test_the_framework_of_the_wrong_ones_is_right() -> None:
     against_torch.check_equals_torch(adam_with(right_direction), torch_adam)
     cases.check_clip(lambda limit: clip_by_factor(lambda norm: min(limit / norm, 1.0) if norm else 1.0))
     check_bits(from_leafwise(Leafwise(lambda path, update, state, param, coefficients: (update, state))))
+    check_bits(adam_that())
+    check_bits(overwrite(lambda *arguments: arguments))
+    equal_bits.check_linear(linear_that_is_not(scale=0.5))
+    check_fused(fused_adam_)
+    check_norm(optim.global_norm)

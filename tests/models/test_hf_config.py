@@ -89,6 +89,11 @@ def test_unknown_model_types(kind):
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported is False"),
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0; supported is null"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+            "rope_parameters.full_attention.truncate is False; supported is true",
+        ),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; it must be"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True; supported is False"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True; supported is False"),

@@ -1,10 +1,11 @@
-"""Adapters: gradients of a dense reference by every way of running, exact merges, and what is refused."""
+"""Adapters: gradients of a dense reference by every way of running, what training moves, exact merges."""
 
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters import EVERYTHING, adapted, config_of, filled, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import dense
@@ -12,15 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rpfunc import Batch, Layer, Model, State, memory, optim, random, train_steps, tree, value_and_grad
-from rpfunc.errors import ModelError
 from rpfunc.models import decoder, lora
 from rpfunc.objectives import sft
-from rpfunc.stream import attending, opaque, recurrent, rowwise
-from rpfunc.testing import assert_close, assert_computes, assert_equal_bits, assert_streams
+from rpfunc.stream import rowwise
+from rpfunc.testing import assert_close, assert_computes, assert_equal_bits
 from rpfunc.testing.oracles import assert_untouched
 from rpfunc.train import checkpoint
 
-EVERYTHING = ("embedding", "attention.*", "mlp.*", "projection")
 WAYS = [
     {},
     {"chunk": 1},
@@ -31,38 +30,6 @@ WAYS = [
     {"microbatches": 3, "chunk": 2, "workers": 3},
     {"microbatches": 2, "workers": 3, "chunk": 4, "order": "chunk", "plan": "F0:2 X2:5 B0:1 B1:2"},
 ]
-
-
-def config_of(tied=True, layers=3, **options):
-    return decoder.DecoderConfig(
-        vocabulary=7, width=6, layers=layers, heads=2, kv_heads=1, head_size=4, mlp_width=5, tied=tied, deviation=None,
-        **options,
-    )  # fmt: skip
-
-
-def filled(params, seed=5):
-    """The parameters with A and B drawn at random, so that both have gradients."""
-    drawn = random.key(seed)
-
-    def fill(path, leaf):
-        if lora.frozen(path, leaf):
-            return leaf
-        return (random.normal(random.fold_in(drawn, path), tuple(leaf.shape), torch.float64) * 0.4).to(leaf.dtype)
-
-    leaves, structure = tree.flatten(params)
-    return tree.unflatten(structure, [fill(*pair) for pair in zip(tree.paths(params), leaves, strict=True)])
-
-
-def adapted(config, targets=EVERYTHING, dtype=torch.float64, **options):
-    options = {"rank": 2, "alpha": 3.0, **options}
-    plain, params = decoder.model(config), decoder.init(config, random.key(0), dtype)
-    model, params = lora.adapt(plain, params, lora.LoraConfig(targets, **options), random.key(1))
-    return model, filled(params)
-
-
-def tokens_of(num_examples=3, num_rows=6, seed=0, **constant):
-    tokens = torch.randint(0, 7, (num_examples, num_rows), generator=torch.Generator().manual_seed(seed))
-    return Batch(row={"tokens": tokens, "labels": tokens}, constant=constant)
 
 
 def dense_gradients(config, params, batch, scale):
@@ -309,140 +276,6 @@ def test_merging_rounds_once_and_can_be_taken_back():
     assert weights["weight"].dtype == torch.bfloat16
 
 
-# --- any layer, any use of a weight ---
-
-
-def forms():
-    """One weight, used in F.linear in each form, and what the layer computes."""
-
-    def linear(p, x, batch):
-        return F.linear(x, p)
-
-    def seen(p, x, kv, batch):
-        later = torch.ones(batch.num_rows, kv.shape[1], dtype=torch.bool).triu(kv.shape[1] - batch.num_rows + 1)
-        weights = (F.linear(x, p) @ kv.mT).masked_fill(later, 0.0)
-        return weights @ kv
-
-    def body(p, x, state, batch):
-        outputs = F.linear(x, p).cumsum(1) + state[:, None]
-        return outputs, outputs[:, -1]
-
-    def all_rows(p, x, kv, batch):
-        return F.linear(x, p) + kv.sum(1, keepdim=True)
-
-    return {
-        "rowwise": rowwise(linear),
-        "opaque": opaque(linear),
-        "attending": attending(linear, seen),
-        "bidirectional": attending(linear, all_rows, causal=False),
-        "recurrent": recurrent(body, lambda p, batch: p.new_zeros(batch.num_examples, 3)),
-    }
-
-
-@pytest.mark.parametrize("name", sorted(forms()))
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_every_form_takes_adapters_and_still_streams(name, dropout):
-    x = random.normal(random.key(0), (3, 7, 3), torch.float64)
-    weight = random.normal(random.key(1), (3, 3), torch.float64)
-    model = Model((Layer("only", forms()[name], "weight"),))
-    config = lora.LoraConfig(("only",), rank=2, dropout=dropout)
-    model, params = lora.adapt(model, {"weight": weight}, config, random.key(2))
-    params = filled(params)
-    layer = model.layers[0]
-    batch = Batch(row={"x": x}, constant={"key": random.key(3)})
-    assert_streams(layer.form, layer.select(params), x, batch)
-    if dropout == 0.0:
-        merged = {"weight": weight + 8.0 * params["lora_only"]["only"]["B"] @ params["lora_only"]["only"]["A"]}
-        assert_close(layer(params, x, batch), Layer("only", forms()[name], "weight")(merged, x, batch), 1e-12)
-
-
-USES = {
-    "F.linear": lambda w, x: F.linear(x, w),
-    "F.linear by name": lambda w, x: F.linear(weight=w, input=x, bias=x.new_ones(4)),
-    "F.linear with a bias": lambda w, x: F.linear(x, w, x.new_ones(4)),
-    "@": lambda w, x: x @ w.mT,
-    "einsum": lambda w, x: torch.einsum("oi,bti->bto", w, x),
-    "indexing": lambda w, x: w[x.abs().long().sum(-1) % 4],
-    "F.embedding": lambda w, x: F.embedding(x.abs().long().sum(-1) % 4, w),
-    "F.embedding with padding": lambda w, x: F.embedding(x.abs().long().sum(-1) % 4, w, 2),
-    "twice": lambda w, x: F.linear(x, w) + x @ w.T,
-    "reshaped": lambda w, x: x @ w.reshape(2, 2, 3).flatten(0, 1).mT,
-    "joined": lambda w, x: F.linear(x, torch.cat([w, w])),
-    "by its shape": lambda w, x: F.linear(x, w) * (w.shape[0] + len(w) + w.dim() + w.numel()),
-    "of itself": lambda w, x: F.linear(w, w) + x.sum(),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_any_use_of_a_weight_is_that_of_the_merged_one(use):
-    x = 2 * random.normal(random.key(0), (2, 5, 3), torch.float64)
-    params = {"weight": random.normal(random.key(1), (4, 3), torch.float64)}
-    model = Model((Layer("only", opaque(lambda p, x, batch: USES[use](p, batch.row["x"])), "weight"),))
-    config = lora.LoraConfig(("only",), rank=2, alpha=1.0)
-    adapted_model, params = lora.adapt(model, params, config, random.key(2))
-    params = filled(params)
-    batch = Batch(row={"x": x})
-    layer = adapted_model.layers[0]
-
-    def through_merged(a, b, weight):
-        return model({"weight": weight + b @ a / 2}, batch)
-
-    part = params["lora_only"]["only"]
-    wanted, pull = torch.func.vjp(through_merged, part["A"], part["B"], params["weight"])
-    found, pull_found = torch.func.vjp(
-        lambda a, b, weight: layer({"lora_only": {"only": {"A": a, "B": b}}, "weight": weight}, (), batch),
-        part["A"], part["B"], params["weight"],
-    )  # fmt: skip
-    assert_close(found, wanted, 1e-12)
-    dy = random.normal(random.key(4), tuple(found.shape), torch.float64)
-    if use == "F.embedding with padding":  # the merged weight's row has no gradient there, A and B included
-        dy = dy.where((x.abs().long().sum(-1) % 4 != 2)[..., None], 0.0)
-    assert_close(list(pull_found(dy)), list(pull(dy)), 1e-12)
-
-
-def test_weights_of_experts_have_an_adapter_each():
-    """A stack of weights (E, out, in) has stacks of A and B."""
-    x = random.normal(random.key(0), (2, 3, 5), torch.float64)
-    plain = Model((Layer("only", opaque(lambda p, x, batch: torch.einsum("eoi,bti->bteo", p, batch.row["x"])), "w"),))
-    params = {"w": random.normal(random.key(1), (4, 2, 5), torch.float64)}
-    model, params = lora.adapt(plain, params, lora.LoraConfig(("only",), rank=3, alpha=3.0), random.key(2))
-    params = filled(params)
-    part = params["lora_only"]["only"]
-    assert (part["A"].shape, part["B"].shape) == ((4, 3, 5), (4, 2, 3))
-    wanted = torch.stack([x @ (params["w"][e] + part["B"][e] @ part["A"][e]).T for e in range(4)], dim=2)
-    assert_close(model(params, Batch(row={"x": x})), wanted, 1e-12)
-    assert_close(*(m(p, Batch(row={"x": x})) for m, p in (lora.merge(model, params), (model, params))), 1e-12)
-
-
-def test_dropout_is_on_the_adapters_input_alone_and_of_each_weight_apart():
-    x = random.normal(random.key(0), (2, 4, 3), torch.float64)
-    part = {name: random.normal(random.key(seed), (5, 3), torch.float64) for seed, name in enumerate(("one", "two"), 1)}
-
-    def both(p, x, batch):
-        return torch.stack([F.linear(batch.row["x"], p[name]) for name in ("one", "two")])
-
-    plain = Model((Layer("only", opaque(both), "weights"),))
-    config = lora.LoraConfig(("only.*",), rank=2, alpha=2.0, dropout=0.5)
-    model, params = lora.adapt(plain, {"weights": part}, config, random.key(3))
-    params = filled(params)
-    batch = Batch(row={"x": x}, constant={"key": random.key(4)})
-    found = model(params, batch)
-    masks = []
-    for index, name in enumerate(("one", "two")):
-        adapter = params["lora_only"][f"only.{name}"]
-        through = found[index] - x @ part[name].T  # = (mask * x / 0.5) A^T B^T: as many numbers as there are unknowns
-        dropped = random.dropout(x, 0.5, random.fold_in(batch.constant["key"], f"lora.only.{name}"), batch)
-        assert_close(through, dropped @ adapter["A"].T @ adapter["B"].T, 1e-12)
-        masks.append(dropped == 0)
-    assert not torch.equal(*masks)
-    without = Batch(row={"x": x})
-    merged = [
-        part[name] + params["lora_only"][f"only.{name}"]["B"] @ params["lora_only"][f"only.{name}"]["A"]
-        for name in part
-    ]
-    assert_close(model(params, without), torch.stack([x @ weight.T for weight in merged]), 1e-12)
-
-
 # --- wrong implementations that the comparisons above must see ---
 
 
@@ -465,99 +298,3 @@ def test_the_dense_reference_sees_wrong_adapters(wrong, monkeypatch):
     _, grads = value_and_grad(model, sft(), frozen=lora.frozen, chunk=2)(params, batch)
     with pytest.raises(AssertionError):
         assert_close(lora.split(grads)[1], wanted, 1e-10)
-
-
-# --- what is refused ---
-
-
-def test_targets_that_match_nothing_are_named_with_near_paths():
-    config = config_of()
-    with pytest.raises(ModelError) as error:
-        adapted(config, ("quary", "block9.mlp.up", "embedding", "attention.norm"))
-    assert str(error.value).splitlines() == [
-        "lora: 3 problems",
-        "  - target 'quary' matches no leaf of two dimensions or more; near it are block0.attention.query",
-        "  - target 'block9.mlp.up' matches no leaf of two dimensions or more; near it are block2.mlp.up, "
-        "block1.mlp.up, block0.mlp.up",
-        str(error.value).splitlines()[3],
-    ]
-    assert str(error.value).splitlines()[3].startswith("  - target 'attention.norm' matches no leaf of two dimensions")
-
-
-def test_options_that_cannot_work_are_listed():
-    with pytest.raises(ModelError) as error:
-        lora.LoraConfig((), rank=0, alpha=0.0, dropout=1.0)
-    assert str(error.value) == (
-        "lora: 4 problems\n"
-        "  - targets is (), it must be a tuple of patterns, such as ('query', 'value')\n"
-        "  - rank is 0, it must be at least 1\n"
-        "  - alpha is 0.0, it must be positive and finite\n"
-        "  - dropout is 1.0, it must be at least 0 and below 1"
-    )
-
-
-def test_adapters_that_do_not_fit_are_listed():
-    config = config_of()
-    plain, params = decoder.model(config), decoder.init(config, random.key(0))
-    adapters = {
-        "block0.attention.quary": {"A": torch.zeros(2, 6), "B": torch.zeros(8, 2)},
-        "block0.attention.query": {"A": torch.zeros(6, 2), "B": torch.zeros(8, 2)},
-    }
-    with pytest.raises(ModelError) as error:
-        lora.attach(plain, params, adapters, lora.LoraConfig(("query",), rank=2))
-    assert str(error.value) == (
-        "lora: 2 problems\n"
-        "  - the model has no weight 'block0.attention.quary'\n"
-        "  - adapter block0.attention.query has shapes {'A': (6, 2), 'B': (8, 2)}, its weight and rank 2 need "
-        "{'A': (2, 6), 'B': (8, 2)}"
-    )
-
-
-def test_a_second_set_of_adapters_is_refused():
-    model, params = adapted(config_of(), ("query",))
-    with pytest.raises(ModelError, match=r"- params has a subtree 'lora_block0' already"):
-        lora.adapt(model, params, lora.LoraConfig(("plain.mlp.up",)), random.key(0))
-
-
-def test_a_weight_read_twice_by_one_layer_is_refused():
-    both = rowwise(lambda p, x, batch: F.linear(F.linear(batch.row["x"], p["one"]), p["two"]))
-    model = Model((Layer("only", both, {"one": "weight", "two": "weight"}),))
-    with pytest.raises(ModelError, match=r"lora: layer 'only' reads only.one twice, so its uses cannot be told apart"):
-        lora.adapt(model, {"weight": torch.ones(3, 3)}, lora.LoraConfig(("only.one",)), random.key(0))
-
-
-def test_a_form_of_ones_own_is_refused_by_name():
-    class Mine:
-        def full(self, params, x, batch):
-            return F.linear(batch.row["x"], params)
-
-    model = Model((Layer("only", Mine(), "weight"),))
-    with pytest.raises(
-        ModelError, match=r"lora: layer 'only' has a Mine as its form, adapters need one of rpfunc.stream"
-    ):
-        lora.adapt(model, {"weight": torch.ones(3, 3)}, lora.LoraConfig(("only",)), random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (
-            lambda p, x, batch: batch.row["x"] @ p.mT,
-            r"lora: only is used otherwise than in F.linear\(x, weight\) or F.embedding\(ids, weight\), so its adapter "
-            r"has no input to drop from; dropout=0 works",
-        ),
-        (
-            lambda p, x, batch: F.linear(batch.row["x"].flatten(0, 1), p),
-            r"lora: the input of only is of shape \(10, 3\); dropout is drawn by example and row, so it needs "
-            r"\(2, 5, ...\), or dropout=0",
-        ),
-    ],
-    ids=["another use", "no rows"],
-)
-def test_dropout_where_there_are_no_rows_to_draw_it_for(function, text):
-    model = Model((Layer("only", opaque(function), "weight"),))
-    config = lora.LoraConfig(("only",), dropout=0.5)
-    model, params = lora.adapt(model, {"weight": torch.ones(3, 3)}, config, random.key(0))
-    batch = Batch(row={"x": torch.ones(2, 5, 3)}, constant={"key": random.key(0)})
-    with pytest.raises(ModelError, match=text):
-        model(params, batch)

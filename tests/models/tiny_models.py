@@ -39,7 +39,7 @@ def sizes(draw, *, divides=False, head_dim=True):
 
 
 @st.composite
-def ropes(draw):
+def ropes(draw, *, truncate=True):
     kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
     found = {"rope_type": kind, "rope_theta": draw(st.sampled_from([100.0, 10_000.0]))}
     if kind != "default":
@@ -47,7 +47,7 @@ def ropes(draw):
     if kind == "llama3":
         found |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     if kind == "yarn":
-        found |= {"original_max_position_embeddings": 16, "truncate": draw(st.booleans())}
+        found |= {"original_max_position_embeddings": 16, "truncate": draw(st.booleans()) if truncate else True}
         found |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
     return found
 
@@ -108,7 +108,10 @@ def qwen3_moe(draw):
 def gemma3(draw):
     found = draw(sizes(divides=True))
     kinds = ["sliding_attention", "full_attention"]
-    rope = {"full_attention": draw(ropes()), "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+    rope = {
+        "full_attention": draw(ropes(truncate=False)),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
     return transformers.Gemma3TextConfig(
         **found,
         layer_types=draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=3))[: found["num_hidden_layers"]],

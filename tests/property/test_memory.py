@@ -108,3 +108,18 @@ def test_measuring_sees_every_byte_once():
     assert found.kept_bytes == 0
     assert 4_000 <= found.peak_bytes < 4_100
     assert tree.leaves(memory.peak(lambda: {"a": 1}).result) == [1]
+
+
+@pytest.mark.parametrize("order", ["layer", "chunk"])
+def test_no_gradient_of_a_large_heads_size_exists_beside_its_sum(order):
+    width, vocabulary = 512, 2100  # 2^20 elements and more
+    layers = (
+        Layer("embed", rowwise(lambda p, x, batch: torch.nn.functional.embedding(batch.row["tokens"], p)), "table"),
+        Layer("head", rowwise(lambda p, x, batch: torch.nn.functional.linear(x, p)), "head"),
+    )
+    params = {name: torch.ones(vocabulary, width) for name in ("table", "head")}
+    function = value_and_grad(Model(layers), sft(), chunk=16, head_chunk=8, order=order)
+    given = batch(1, 64)
+    function(params, given)
+    peak = memory.peak(lambda: function(params, given)).peak_bytes
+    assert peak - sum(leaf.nbytes for leaf in params.values()) < params["head"].nbytes / 2

@@ -16,11 +16,26 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUM_STEPS = 3
 
 
+def zeros(path: str, param: Tensor) -> Tensor:
+    return torch.zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32))
+
+
 def delayed() -> Transformation:
     """One step late: its new update is its old state, which a careless donation overwrites before it is read."""
     leaf = lambda path, update, pending, param, coefficients: (pending, update)  # noqa: E731
-    init = lambda path, param: torch.zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32))  # noqa: E731
-    return optim.from_leafwise(optim.Leafwise(leaf=leaf, init_leaf=init))
+    return optim.from_leafwise(optim.Leafwise(leaf=leaf, init_leaf=zeros))
+
+
+def previous() -> Transformation:
+    """Its state is the last parameter, which a careless step overwrites before it is kept; its update, half of it."""
+    leaf = lambda path, update, last, param, coefficients: (0.5 * last, param.to(last.dtype))  # noqa: E731
+    return optim.from_leafwise(optim.Leafwise(leaf=leaf, init_leaf=zeros))
+
+
+def parameter() -> Transformation:
+    """The parameter itself as the update, so that who overwrites the one overwrites the other."""
+    leaf = lambda path, update, state, param, coefficients: (param.to(update.dtype), state)  # noqa: E731
+    return optim.from_leafwise(optim.Leafwise(leaf=leaf))
 
 
 def centered() -> Transformation:
@@ -37,6 +52,11 @@ LINKS = {
     "schedule": optim.scale_by_schedule(optim.linear(1.0, 0.0, 3)),
     "masked": optim.masked(optim.sgd(0.5, momentum=0.5), lambda path, leaf: "a" in path),
     "delayed": delayed(),
+    "previous": previous(),
+    "parameter": parameter(),
+    "adamw": optim.adamw(optim.linear(0.1, 0.0, 2), weight_decay=0.3, mask=lambda path, leaf: "b" not in path),
+    "sgd": optim.sgd(0.1, momentum=0.5, weight_decay=0.3),
+    "masked adamw": optim.masked(optim.chain(optim.scale(-1.0), optim.adamw(0.1)), lambda path, leaf: "a" in path),
     "centered": centered(),
     "accumulate": optim.accumulate(optim.adamw(0.1), every=2),
     "accumulate clipped": optim.accumulate(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), every=2),
@@ -56,7 +76,8 @@ def optimizers(draw: st.DrawFn) -> Transformation:
 def problems(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Params of one to four subtrees, and gradients for each step, in various dtypes and layouts."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4))
+    sizes = st.one_of(st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(60, 200), min_size=1, max_size=1))
+    shapes = [tuple(each) for each in draw(st.lists(sizes, min_size=1, max_size=4))]
 
     def tensor(shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -> Tensor:
         values = torch.randn(tuple(reversed(shape)) if transposed else shape, generator=generator).to(dtype)
@@ -98,6 +119,19 @@ def by_subtree(
     return params, optim.LeafwiseState(shared, state.leaves)
 
 
+def check_update(optimizer: Transformation, gradients: Any, state: Any, params: Any, stepped: Any) -> None:
+    """The update alone overwrites nothing, and applied it is the step but for rounding."""
+    before = bits((gradients, state, params))
+    updates, next_state = optimizer.update(gradients, state, params)
+    assert bits((gradients, state, params)) == before, "update overwrote what it was given"
+    found = (optim.apply_updates(params, updates), next_state)
+    for param, left, right in zip(tree.leaves((params, state)), tree.leaves(found), tree.leaves(stepped), strict=True):
+        assert left.dtype == right.dtype
+        largest = max([1.0, *(leaf.abs().nan_to_num().max().item() for leaf in (left, right) if leaf.numel())])
+        rounding = 64 * torch.finfo(param.dtype).eps if param.is_floating_point() else 0.0
+        torch.testing.assert_close(left, right, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
+
 def check_equal_bits(
     optimizer: Transformation, params: Any, gradients: list[Any], block_numel: int, order: list[str]
 ) -> None:
@@ -111,6 +145,7 @@ def check_equal_bits(
         before = bits((step_gradients, pure_state, pure_params))
         next_params, next_state = optim.step(optimizer, step_gradients, pure_state, pure_params)
         assert bits((step_gradients, pure_state, pure_params)) == before, "step overwrote what it was given"
+        check_update(optimizer, step_gradients, pure_state, pure_params, (next_params, next_state))
         pure_params, pure_state = next_params, next_state
         expected = bits((pure_params, pure_state))
 
@@ -136,6 +171,41 @@ def test_equal_bits(optimizer: Transformation, problem: tuple[Any, list[Any]], b
     order = sorted(params)
     random.shuffle(order)
     check_equal_bits(optimizer, params, gradients, block_numel, order)
+
+
+@settings(max_examples=50, deadline=None)
+@given(optimizers(), problems())
+def test_the_layout_of_memory_changes_no_bit(optimizer: Transformation, problem: tuple[Any, list[Any]]) -> None:
+    params, gradients = problem
+    plain, state, plain_state = tree.map(Tensor.contiguous, params), optimizer.init(params), optimizer.init(params)
+    for step_gradients in gradients:
+        params, state = optim.step(optimizer, step_gradients, state, params)
+        plain_gradients = tree.map(Tensor.contiguous, step_gradients)
+        plain, plain_state = optim.step(optimizer, plain_gradients, plain_state, plain)
+        assert bits((params, state)) == bits((plain, plain_state))
+
+
+def check_linear(transformation: Transformation) -> None:
+    """A link that says it is linear does the same in a chain, where it is only asked for its numbers, as alone."""
+    params = {"a": torch.tensor([1.0, -2.0, 0.5]), "b": torch.tensor([[3.0]])}
+    updates = tree.map(lambda leaf: 2 * leaf + 0.25, params)
+    alone, chained = transformation, optim.chain(optim.identity(), transformation)
+    found, _ = alone.update(updates, alone.init(params), params)
+    expected, _ = chained.update(updates, chained.init(params), params)
+    assert bits(found) == bits(expected)
+
+
+def test_linear_links_do_what_they_say() -> None:
+    linear = [link for link in LINKS.values() if link.leafwise is not None and link.leafwise.linear is not None]
+    linear += [
+        optim.scale(0.3),
+        optim.sgd(0.1),
+        optim.clip_by_global_norm(0.5),
+        optim.masked(optim.scale(0.3), {"a": True, "b": False}),
+    ]
+    assert len(linear) >= 7
+    for transformation in linear:
+        check_linear(transformation)
 
 
 def test_equal_bits_in_leaves_of_several_blocks() -> None:
