@@ -17,7 +17,7 @@ Params = Mapping[str, Any]
 """A model's parameters: named subtrees, each a pytree of tensors."""
 
 Flat = tuple[Tensor, ...]
-"""The floating-point leaves of a pytree, in order: gradients and cotangents between layers have this form."""
+"""The floating-point leaves of a pytree, complex ones too, in order: gradients and cotangents have this form."""
 
 
 class Form(Protocol):
@@ -119,35 +119,34 @@ class Model:
         for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 found = f"{leaf.dtype} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-                problems.append(f"params leaf {path} is a {found}, needs a floating-point tensor")
+                advice = "; hold torch.view_as_real of it" if isinstance(leaf, Tensor) and leaf.is_complex() else ""
+                problems.append(f"params leaf {path} is a {found}, needs a floating-point tensor{advice}")
         if problems:
             raise ModelError.listing("model", problems)
 
-    def sum_grads(self, grads: Sequence[Flat | None], params: Params) -> dict[str, Any]:
-        """Returns gradients with the structure of `params` from one flat gradient a layer, added in layer order.
+    def sum_grad(self, name: str, grads: Sequence[Sequence[Flat]], params: Params) -> Any:
+        """Returns the gradient of a subtree, with its structure: the sum over the layers that read it, in their order.
 
-        Sums are float32 or wider; a layer whose gradient is None counts as zero. Shared subtrees meet only here, so
-        that no schedule changes the order of their sum. A leaf that is no tensor (frozen) has None.
+        grads  for each layer, its flat gradients, which are added first (donated); none counts as zero
+        Sums are float32 or wider. Shared subtrees meet only here, so that no schedule changes the order of their sum.
+        A leaf that is no tensor (frozen) has None.
         """
-        totals: dict[str, list[Tensor] | None] = dict.fromkeys(params)
-        for layer, flat in zip(self.layers, grads, strict=True):
-            start = 0
-            for name in layer.subtrees if flat is not None else ():
-                stop = start + sum(isinstance(leaf, Tensor) for leaf in tree.leaves(params[name]))
-                part, total = list(flat[start:stop]) if flat else [], totals[name]
-                totals[name] = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
-                start = stop
-        result = {}
-        for name, total in totals.items():
-            leaves, structure = tree.flatten(params[name])
-            if total is None:
-                trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                total = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in trained]
-            found = iter(total)
-            result[name] = tree.unflatten(
-                structure, [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves]
-            )
-        return result
+        leaves, structure = tree.flatten(params[name])
+        total: list[Tensor] | None = None
+        for layer, parts in zip(self.layers, grads, strict=True):
+            stop = 0
+            for read in layer.subtrees if parts else ():
+                start, stop = stop, stop + sum(isinstance(leaf, Tensor) for leaf in tree.leaves(params[read]))
+                if read == name:
+                    first, *rest = (list(part[start:stop]) for part in parts)
+                    for part in rest:
+                        first = [a.add_(b) for a, b in zip(first, part, strict=True)]
+                    total = first if total is None else [a + b for a, b in zip(total, first, strict=True)]
+        if total is None:
+            trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            total = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in trained]
+        found = iter(total)
+        return tree.unflatten(structure, [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves])
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

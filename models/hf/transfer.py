@@ -16,24 +16,28 @@ from rpfunc.model import Model, Params
 from rpfunc.models.families import FAMILIES
 from rpfunc.models.hf import files
 from rpfunc.models.hf.convert import check_params, choose_table, leaves_of, to_params
+from rpfunc.models.hf.gguf import read_module
 from rpfunc.models.hf.pretrained import PretrainedModel, describe
 
 
 def load(
     source: Any, *, dtype: torch.dtype | None = None, mapped: bool = True, ignore: Collection[str] = ()
 ) -> tuple[PretrainedModel, dict[str, Any]]:
-    """Returns (model, parameters) of a checkpoint folder or of a live module of transformers.
+    """Returns (model, parameters) of a checkpoint folder, a GGUF file, or a live module of transformers.
 
     A folder: config.json and safetensors files; nothing else is read, no code is run. Parameters have the dtypes of
     the file, or `dtype`. Mapped, those that are stored as the model wants them are views of the file, read when used,
     and the others are copied (the weights of GPT-2 and GPT-OSS's experts are stored the other way round); without
     `mapped` all are in memory of their own.
+    A GGUF file (a path that ends so): transformers reads it, and its numbers are widened to `dtype`, or float32.
     A module: parameters share its memory, without copies (unless `dtype` differs), and so follow its optimizer.
     Give `optim` a clone of what it should be allowed to overwrite.
     ignore  config fields not to look at, where you know that they say nothing
     Raises CheckpointError listing all missing, unexpected, wrongly shaped and contradictory tensors; ModelError listing
     all config fields that are unknown or not supported.
     """
+    if not isinstance(source, torch.nn.Module) and Path(source).suffix == ".gguf":
+        source = read_module(Path(source), dtype or torch.float32)
     live = isinstance(source, torch.nn.Module)
     folder = None if live else Path(source)
     config = files.read_config(folder) if folder is not None else source.config.to_dict()

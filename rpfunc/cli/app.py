@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -15,15 +17,19 @@ from cyclopts.config import Dict
 from rich.console import Console
 
 from rpfunc import random
+from rpfunc.cli.checks import PICTURES, check_numbers, check_outputs
+from rpfunc.cli.roofline import RooflineOptions, roofline_command
 from rpfunc.cli.simulate import SimulateOptions, simulate_command
-from rpfunc.cli.train import INTERRUPTED, print_text, read_model, resume_run, train_run
+from rpfunc.cli.train import INTERRUPTED, print_text, read_model, resume_run, train_run, write_text
 from rpfunc.errors import OptionsError, RpfuncError
 from rpfunc.train import checkpoint
 from rpfunc.train.options import TrainOptions
-from rpfunc.train.sample import sample
 
 BAD_INPUT = 2
 """Exit code for options, files or folders that cannot work."""
+
+TOO_MUCH = ("can't allocate memory", "out of memory", "can't start new thread")
+"""How torch and Python say that a machine is too small."""
 
 
 def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Path] = ()) -> App:
@@ -39,7 +45,7 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         resume: Path | None = None,
         options: Annotated[TrainOptions, Parameter(name="*")] = TrainOptions(),  # noqa: B008  (frozen)
     ) -> int:
-        """Train a byte-level decoder on a text file.
+        """Train a decoder of bytes, or a pretrained model, on a text file.
 
         Parameters
         ----------
@@ -54,6 +60,7 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
             raise OptionsError(
                 f"config: {config} must be a .toml file and come first, as in `rpfunc train {config.stem}.toml`"
             )
+        check_numbers(options)
         if resume is None:
             return train_run(console, options, config, out)
         if config is not None or out is not None or options != TrainOptions():
@@ -71,20 +78,19 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         prompt
             Text to go on from.
         length
-            Bytes to write.
+            Tokens to write; a model of bytes writes one a token.
         temperature
-            0 takes the likeliest byte, 1 draws from the model's own distribution.
+            0 takes the likeliest token, 1 draws from the model's own distribution.
         seed
             Of the draws.
         """
+        check_numbers(length, "length")
+        check_numbers(seed, "seed")
         setting, folder = read_model(run)
-        params = checkpoint.load(folder.checkpoint, setting.initial_state()).params
-        start = prompt.encode(errors="surrogateescape")
-        rows = setting.options.data.rows
-        written = bytes(
-            sample(setting.model, params, start, length, rows=rows, key=random.key(seed), temperature=temperature)
-        )
-        print_text(console, start + written)
+        state = checkpoint.load(folder.checkpoint, setting.initial_state(), frozen=setting.start.frozen)
+        start = setting.start.encode(prompt.encode(errors="surrogateescape"))
+        key = random.key(seed)
+        print_text(console, write_text(setting, state.params, start, length, temperature=temperature, key=key))
         return 0
 
     @app.command
@@ -106,7 +112,25 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         as_json
             Print one JSON object instead of the table.
         """
+        check_numbers(options)
+        check_outputs({"plot": (plot, PICTURES), "trace": (trace, (".json",))})
         return simulate_command(console, options, plot, trace, as_json)
+
+    @app.command
+    def roofline(
+        *,
+        options: Annotated[RooflineOptions, Parameter(name="*")] = RooflineOptions(),  # noqa: B008  (frozen)
+        as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    ) -> int:
+        """Tell from which microbatch on transfers hide behind computation.
+
+        Parameters
+        ----------
+        as_json
+            Print one JSON object instead of the table.
+        """
+        check_numbers(options)
+        return roofline_command(console, options, as_json)
 
     return app
 
@@ -138,10 +162,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app = build_app(console, [read_config(path) for path in files], files)
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (RpfuncError, CycloptsError) as error:
-        errors.print(f"rpfunc: {error}", markup=False, highlight=False, soft_wrap=True)
-        return BAD_INPUT
+        return _refuse(errors, str(error))
+    except OSError as error:  # a disk that is full, a file that may not be written
+        return _refuse(errors, f"{error.filename or 'output'}: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in TOO_MUCH):
+            raise
+        return _refuse(errors, f"this machine has too little for that: {str(error) or 'out of memory'}")
     except KeyboardInterrupt:
         errors.print("rpfunc: interrupted")
         return INTERRUPTED
+
+
+def _refuse(errors: Console, message: str) -> int:
+    """Prints one message, and sees to it that Python's own flush of the output at exit does not fail as well."""
+    with suppress(OSError):
+        errors.print(f"rpfunc: {message}", markup=False, highlight=False, soft_wrap=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return BAD_INPUT

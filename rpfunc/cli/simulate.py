@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from rpfunc.cli.roofline import microbatch, roofline_record
+from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
 from rpfunc.plan.compare import SCHEDULES, Compared, compare
 from rpfunc.plan.decoders import decoder_costs, decoder_shape
 from rpfunc.plan.presets import machine
 from rpfunc.plan.roofline import decoder_roofline
 from rpfunc.schedule.draw import draw
-from rpfunc.schedule.gantt import gantt
+from rpfunc.schedule.gantt import LEAST_WIDTH, gantt
+from rpfunc.schedule.units import unit_of
 
 GB = 1e9
 
@@ -66,8 +68,9 @@ def simulate_command(
 ) -> int:
     """Simulates and prints; returns the exit status."""
     shape, found = decoder_shape(options.model), machine(options.hardware, efficiency=options.efficiency)
-    runs = decoder_roofline(shape, found, options.rows).run
-    sequences = options.sequences or (1 if runs == math.inf else max(1, math.ceil(runs / options.microbatches)))
+    limits, memory_bytes = decoder_roofline(shape, found, options.rows), found.hardware.memory_bytes
+    hidden = microbatch(limits, options.microbatches)
+    sequences = options.sequences or (1 if hidden == math.inf else int(hidden))
     layers = decoder_costs(shape, options.rows, sequences, flops_per_s=found.flops_per_s)
     compared = list(compare(layers, found.num_workers, options.microbatches, found.hardware, options.names))
     if not compared:
@@ -84,55 +87,73 @@ def simulate_command(
             if not as_json:
                 console.print(f"wrote {target}", highlight=False)
     if as_json:
-        record = {**asdict(options), "sequences": sequences, "rows_by_schedule": [_record(row) for row in compared]}
+        record = {
+            **asdict(options),
+            "sequences": sequences,
+            "memory_bytes": memory_bytes,
+            "roofline": roofline_record(limits, options.microbatches),
+            "rows_by_schedule": [_record(row, memory_bytes) for row in compared],
+        }
         console.print(json.dumps(record), markup=False, highlight=False, soft_wrap=True)
         return 0
     console.print(
         f"{shape.name} ({shape.num_parameters / 1e9:.1f} B parameters) on {options.hardware}, {options.microbatches} "
-        f"microbatches of {sequences} x {options.rows} tokens; transfers hide from {runs:g} sequences a run",
+        f"microbatches of {sequences} x {options.rows} tokens; transfers hide from {limits.run:g} sequences a run",
         highlight=False,
     )
-    console.print(_table(compared, found.hardware.memory_bytes))
+    _print_tables(console, compared, memory_bytes)
+    left_out = [name for name in options.names if name not in {row.name for row in compared}]
+    if left_out:
+        console.print(f"{', '.join(left_out)}: {len(layers)} layers are too few for a stage each", highlight=False)
     if len(compared) == 1:
-        console.print(gantt(compared[0].timeline, min(console.width, 120)))
+        console.print(gantt(compared[0].timeline, max(LEAST_WIDTH, min(console.width, 120))))
     return 0
 
 
-def _table(compared: Sequence[Compared], memory_bytes: float) -> Table:
-    table = Table()
-    columns = ("schedule", "slots", "seconds", "idle", "ends", "waits", "stalls", "joined", "GB peak", "GB moved")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
-    fastest = min(compared, key=lambda row: row.report.makespan)
-    for row in compared:
-        report = row.report
-        cells = [row.name, str(len(row.plan.slots)), f"{report.makespan:.3f}"]
-        cells += map(_share, (report.bubble, report.fill_drain, report.waits, report.stalls))
-        cells.append("" if row.steady_bubble is None else _share(row.steady_bubble))
-        peak = max(report.peak_bytes)
-        cells.append(f"{peak / GB:.1f}{' !' if peak > memory_bytes else ''}")
-        cells.append(f"{(report.uploaded_bytes + report.downloaded_bytes) / GB:.0f}")
-        table.add_row(*cells, style="bold" if row is fastest else None)
-    table.caption = (
+def _print_tables(console: Console, compared: Sequence[Compared], memory_bytes: float) -> None:
+    reports = [row.report for row in compared]
+    times = [report.makespan for report in reports]
+    unit = unit_of(min(times))
+    peaks = [max(report.peak_bytes) for report in reports]
+    columns = [
+        Column("slots", [str(len(row.plan.slots)) for row in compared]),
+        Column(unit.name, [f"{time * unit.per_second:.3f}" for time in times]),
+        Column("idle %", [_percent(report.bubble) for report in reports]),
+        Column("ends %", [_percent(report.fill_drain) for report in reports]),
+        Column("waits %", [_percent(report.waits) for report in reports]),
+        Column("stalls %", [_percent(report.stalls) for report in reports]),
+        Column("joined %", ["" if row.steady_bubble is None else _percent(row.steady_bubble) for row in compared]),
+        Column("peak GB", [f"{'! ' if peak > memory_bytes else ''}{peak / GB:.1f}" for peak in peaks]),
+        Column("moved GB", [f"{(report.uploaded_bytes + report.downloaded_bytes) / GB:.1f}" for report in reports]),
+    ]
+    names = Column("schedule", [row.name for row in compared])
+    for table in tables(names, columns, console.width, bold=times.index(min(times))):
+        console.print(table)
+    console.print(
         "idle: share of the workers' time in one iteration; of it ends: before the first and after the last task, "
         "waits: between tasks, stalls: for transfers. joined: idle where iterations follow each other, one update late."
-        f" GB moved: between host and workers. !: beyond a worker's {memory_bytes / GB:.0f} GB"
+        f" peak: of the worker that needs most, !: beyond its {memory_bytes / GB:.0f} GB. moved: between host and "
+        "workers",
+        highlight=False,
     )
-    table.caption_justify = "left"
-    return table
 
 
-def _share(part: float) -> str:
-    return f"{max(part, 0.0):.1%}"  # differences of equal sums may lie just below 0
+def _percent(part: float) -> str:
+    return f"{100 * max(part, 0.0):.1f}"  # differences of equal sums may lie just below 0
 
 
-def _record(row: Compared) -> dict[str, Any]:
+def _record(row: Compared, memory_bytes: float) -> dict[str, Any]:
+    steady = row.steady_deal
     return {
         "schedule": row.name,
         "plan": str(row.plan),
+        "ways": row.deal.ways,
         **asdict(row.report),
+        "fits_memory": max(row.report.peak_bytes) <= memory_bytes,
         "steady_bubble": row.steady_bubble,
         "steady_time": row.steady_time,
+        "steady_plan": None if steady is None else str(steady.plan),
+        "steady_ways": None if steady is None else steady.ways,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from rpfunc import random
 from rpfunc.cli.progress import show_progress
 from rpfunc.errors import OptionsError
+from rpfunc.model import Params
 from rpfunc.runtime import State
 from rpfunc.schedule import draw
 from rpfunc.train.folder import RunFolder
@@ -22,6 +23,7 @@ from rpfunc.train.loop import DRAWN_STEPS, Outcome, Setting, prepare, restore, r
 from rpfunc.train.options import TrainOptions
 from rpfunc.train.plots import draw_loss
 from rpfunc.train.sample import sample
+from rpfunc.train.start import PACKAGE
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -29,9 +31,7 @@ INTERRUPTED = 130
 
 def train_run(console: Console, options: TrainOptions, config: Path | None, out: Path | None) -> int:
     """Starts a run; returns the exit code."""
-    if options.data.text:
-        text = (config.parent if config else Path()) / options.data.text
-        options = replace(options, data=replace(options.data, text=str(text.absolute())))
+    options = _absolute(options, config.parent if config else Path())
     setting = prepare(options)
     state = setting.initial_state()  # before anything is written: a model too large fails here
     folder = RunFolder(out or _free_folder(Path("runs"), config.stem if config else "run"))
@@ -48,6 +48,15 @@ def resume_run(console: Console, path: Path) -> int:
     folder.rewind(state.step)
     console.print(f"continuing {folder.path} after step {state.step} of {setting.options.steps}", highlight=False)
     return _run(console, setting, folder, state)
+
+
+def _absolute(options: TrainOptions, folder: Path) -> TrainOptions:
+    """Returns the options with the files that they name, relative to a folder, by paths that stay right."""
+    if options.data.text:
+        options = replace(options, data=replace(options.data, text=str((folder / options.data.text).absolute())))
+    if options.pretrained and not options.pretrained.startswith(PACKAGE):
+        options = replace(options, pretrained=str((folder / options.pretrained).absolute()))
+    return options
 
 
 def _free_folder(parent: Path, stem: str) -> Path:
@@ -96,16 +105,15 @@ def _finish(console: Console, setting: Setting, folder: RunFolder, outcome: Outc
         f"[bold]{outcome.held_out[steps[-1]]:.3f}[/bold] after {steps[-1]} steps"
     )
     written_to = [folder.metrics, folder.checkpoint]
-    if options.sample_bytes:
-        prompt = bytes(setting.text[: min(32, options.data.rows)].tolist())
-        key = random.fold_in(random.key(options.seed), "sample")
-        written = bytes(
-            sample(setting.model, outcome.state.params, prompt, options.sample_bytes, rows=options.data.rows, key=key)
+    if options.sample_tokens:
+        written = write_text(
+            setting, outcome.state.params, setting.text[: min(32, options.data.rows)].tolist(), options.sample_tokens
         )
         written_to.append(folder.path / "sample.txt")
-        written_to[-1].write_bytes(prompt + written)
+        written_to[-1].write_bytes(written)
         console.print("\na sample:", style="bold")
-        print_text(console, prompt + written)
+        print_text(console, written)
+    written_to += setting.start.export(outcome.state.params, folder.path)
     if outcome.timeline.events:
         trace = folder.path / "timeline.json"
         trace.write_text(outcome.timeline.chrome_trace())
@@ -114,6 +122,22 @@ def _finish(console: Console, setting: Setting, folder: RunFolder, outcome: Outc
     console.print("\nwrote:", style="bold")
     for path in written_to:
         console.print(f"  {path}", soft_wrap=True, highlight=False)
+
+
+def write_text(
+    setting: Setting,
+    params: Params,
+    prompt: Sequence[int],
+    num: int,
+    *,
+    temperature: float = 0.8,
+    key: random.Key | None = None,
+) -> bytes:
+    """Returns the prompt and `num` tokens that the model goes on with; None: a key of the run's own seed."""
+    key = random.fold_in(random.key(setting.options.seed), "sample") if key is None else key
+    rows, model = setting.options.data.rows, setting.start.model
+    written = sample(model, params, prompt, num, rows=rows, key=key, temperature=temperature)
+    return setting.start.decode([*prompt, *written])
 
 
 def print_text(console: Console, text: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -69,7 +69,7 @@ def grpo(
             return num_tokens(batch)
         return num_sequences(batch) * (max_length or 1)
 
-    def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows ..."]:
+    def score(logits: Any, batch: Batch) -> Float[Tensor, "batch rows ..."]:
         logprobs = score_target(logits, batch)
         log_ratio = logprobs - batch.row["target_old_logprobs"]
         penalty = kl * k3(batch.row["target_reference_logprobs"] - logprobs) if kl else torch.zeros_like(log_ratio)

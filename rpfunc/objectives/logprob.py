@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from rpfunc.batch import Batch
-from rpfunc.errors import BatchError
+from rpfunc.errors import BatchError, ModelError
 from rpfunc.objectives.targets import IGNORED
 
 BLOCK = 1 << 18
@@ -22,7 +22,7 @@ BLOCK = 1 << 18
 def score_logprob(temperature: float, soft_cap: float | None) -> Callable[[Tensor, Batch], Tensor]:
     """Returns the row score (logits (B, T, V), batch) -> log-probability (B, T) of each row's target, 0 without one."""
 
-    def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
+    def score(logits: Any, batch: Batch) -> Float[Tensor, "batch rows"]:
         targets: Tensor = batch.row["targets"]
         return logprob(shape_logits(logits, temperature, soft_cap), targets)
 
@@ -30,29 +30,45 @@ def score_logprob(temperature: float, soft_cap: float | None) -> Callable[[Tenso
 
 
 def shape_logits(
-    logits: Float[Tensor, "batch rows vocabulary"], temperature: float = 1.0, soft_cap: float | None = None
+    logits: Any, temperature: float = 1.0, soft_cap: float | None = None
 ) -> Float[Tensor, "batch rows vocabulary"]:
-    """Returns logits that probabilities are computed from, float32 or wider: cap · tanh(logits / cap) / temperature."""
+    """Returns logits that probabilities are computed from, float32 or wider: cap · tanh(logits / cap) / temperature.
+
+    Raises ModelError for what are no logits (B, T, V).
+    """
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.is_floating_point():
+        raise ModelError(f"output: the last layer gives {described(logits)}; needs floating-point logits (B, T, V)")
     shaped = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if soft_cap is not None:
         shaped = soft_cap * torch.tanh(shaped / soft_cap)
     return shaped if temperature == 1.0 else shaped / temperature
 
 
-def logprob(
-    shaped: Float[Tensor, "batch rows vocabulary"], targets: Int[Tensor, "batch rows"]
-) -> Float[Tensor, "batch rows"]:
+def described(output: Any) -> str:
+    """Returns what a model's output is, in words."""
+    if isinstance(output, Tensor):
+        return f"{tuple(output.shape)} {output.dtype}"
+    return f"a {type(output).__name__}" + (f" of {sorted(map(str, output))}" if isinstance(output, Mapping) else "")
+
+
+def logprob(shaped: Float[Tensor, "_ _ vocabulary"], targets: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows"]:
     """Returns log softmax(shaped_t)[target_t], 0 where there is no target."""
     return 0.0 - cross_entropy(shaped, targets)  # not -x, which would turn 0 into -0
 
 
 def cross_entropy(
-    shaped: Float[Tensor, "batch rows vocabulary"], targets: Int[Tensor, "batch rows"], label_smoothing: float = 0.0
+    shaped: Float[Tensor, "_ _ vocabulary"], targets: Int[Tensor, "batch rows"], label_smoothing: float = 0.0
 ) -> Float[Tensor, "batch rows"]:
     """Returns -(1-ε) log softmax(shaped_t)[target_t] - ε mean(log softmax(shaped_t)), 0 where there is no target.
 
-    Raises BatchError for a target beyond the vocabulary (on a CPU; elsewhere it is the device's own error).
+    Raises BatchError for a target beyond the vocabulary (on a CPU; elsewhere it is the device's own error), ModelError
+    for logits of other rows.
     """
+    if shaped.shape[:2] != targets.shape:
+        raise ModelError(
+            f"output: the last layer gives logits of {tuple(shaped.shape[:2])} examples and rows, the batch has "
+            f"{tuple(targets.shape)}; a row of logits is needed for each row of the batch"
+        )
     try:
         losses: Tensor = _CrossEntropy.apply(shaped.flatten(0, 1), targets.flatten(), label_smoothing)[0]  # type: ignore[no-untyped-call]
     except RuntimeError:  # asked afterwards, since to ask before would read all targets once more

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import ModelError
 from rpfunc.objectives.checks import above, at_least, between, check_options, logits_problems
 from rpfunc.objectives.grpo import OLD
-from rpfunc.objectives.logprob import entropy, logprob, shape_logits
+from rpfunc.objectives.logprob import described, entropy, logprob, shape_logits
 from rpfunc.objectives.objective import Objective, weighted_mean
 from rpfunc.objectives.ratios import clipped_surrogate
 from rpfunc.objectives.targets import is_target, num_tokens, prepare
@@ -49,12 +51,19 @@ def ppo(
     ]
     check_options("ppo", problems + logits_problems(temperature, soft_cap))
 
-    def score(output: Mapping[str, Tensor], batch: Batch) -> Float[Tensor, "batch rows"]:
+    def score(output: Any, batch: Batch) -> Float[Tensor, "batch rows"]:
         valid = is_target(batch)
+        values = output.get("values") if isinstance(output, Mapping) and "logits" in output else None
+        if not isinstance(values, Tensor) or values.shape != valid.shape:
+            given = described(output) if values is None else f"'values' {described(values)}"
+            raise ModelError(
+                f"output: the last layer gives {given}; ppo needs {{'logits': (B, T, V), 'values': (B, T)}}, here "
+                f"values {tuple(valid.shape)}: a head of logits with a value head beside it"
+            )
         shaped = shape_logits(output["logits"], temperature, soft_cap)
         log_ratio = logprob(shaped, batch.row["targets"]) - batch.row["target_old_logprobs"]
         losses = clipped_surrogate(log_ratio, batch.row["target_advantages"], clip, clip)
-        values = output["values"].masked_fill(~valid, 0.0).to(shaped.dtype)
+        values = values.masked_fill(~valid, 0.0).to(shaped.dtype)
         losses = losses + value_coefficient * value_loss(values, batch)
         if entropy_coefficient:
             losses = losses - entropy_coefficient * entropy(shaped)

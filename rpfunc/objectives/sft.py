@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def sft(
     problems = [between("label_smoothing", label_smoothing, 0.0, 1.0, 0.1), at_least("z_loss", z_loss, 0.0, 1e-4)]
     check_options("sft", problems + logits_problems(temperature, soft_cap))
 
-    def score(logits: Float[Tensor, "batch rows vocabulary"], batch: Batch) -> Float[Tensor, "batch rows"]:
+    def score(logits: Any, batch: Batch) -> Float[Tensor, "batch rows"]:
         shaped = shape_logits(logits, temperature, soft_cap)
         losses = cross_entropy(shaped, batch.row["targets"], label_smoothing)
         if z_loss:

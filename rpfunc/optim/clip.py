@@ -35,8 +35,13 @@ def global_norm(updates: Tree) -> float:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
+    return sqrt(exact_sum(squared_norms(updates)))
+
+
+def squared_norms(updates: Tree) -> list[float]:
+    """Returns the square of each leaf's norm: what `global_norm` adds up, for any part of a tree."""
     rows = (contiguous(Row("", leaf, (), leaf)) for leaf in tree.leaves(updates))
-    return sqrt(exact_sum(exact_sum(_squared_norm(block.update) for block in blocks(row)) for row in rows))
+    return [exact_sum(_squared_norm(block.update) for block in blocks(row)) for row in rows]
 
 
 def clip_by_global_norm(max_norm: float) -> Transformation:

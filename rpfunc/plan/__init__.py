@@ -7,8 +7,10 @@ from rpfunc.plan.costs import LayerCost, StageCost, StageCosts, slot_bytes, stag
 from rpfunc.plan.decoders import DECODERS, DecoderShape, decoder_costs, decoder_shape, unit_costs
 from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.plan.joint import joint_costs, joint_slots
 from rpfunc.plan.partition import partition, partition_jointly
 from rpfunc.plan.plan import Plan, Span
+from rpfunc.plan.plan_json import plan_from_json, plan_to_json
 from rpfunc.plan.predict import max_sequence, memory
 from rpfunc.plan.presets import Machine, adam_update_s, machine
 from rpfunc.plan.profile import drift, load_costs, profile_costs, save_costs
@@ -35,6 +37,8 @@ __all__ = [
     "decoder_shape",
     "drift",
     "forward_flops",
+    "joint_costs",
+    "joint_slots",
     "load_costs",
     "lower_bound",
     "machine",
@@ -42,6 +46,8 @@ __all__ = [
     "memory",
     "partition",
     "partition_jointly",
+    "plan_from_json",
+    "plan_to_json",
     "profile_costs",
     "roofline",
     "roofline_table",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, layer_costs, stage_costs
 from rpfunc.plan.plan import Plan
 
@@ -66,13 +67,9 @@ def lower_bound(
 
 def _check(workers: int, microbatches: int | None, num_blocks: int = 1, staleness: int = 0) -> int:
     """Returns the number of microbatches. Raises PlanError listing every number that cannot be."""
-    counts = {"workers": workers, "microbatches": workers if microbatches is None else microbatches}
-    least = {name: (count, 1) for name, count in (counts | {"num_blocks": num_blocks}).items()}
-    problems = [
-        f"{name} is {count}, it must be at least {wanted}"
-        for name, (count, wanted) in (least | {"staleness": (staleness, 0)}).items()
-        if count < wanted
-    ]
+    microbatches = workers if microbatches is None else microbatches
+    problems = count_problems({"workers": workers, "microbatches": microbatches, "num_blocks": num_blocks})
+    problems += count_problems({"staleness": staleness}, least=0)
     if problems:
         raise PlanError.listing("time of an iteration", problems)
-    return counts["microbatches"]
+    return microbatches

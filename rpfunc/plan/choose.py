@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rpfunc.errors import PlanError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
-from rpfunc.stream.form import Stepping
-from rpfunc.stream.rowwise import RowWise
+from rpfunc.plan.checks import count_problems, rate_problems
+from rpfunc.stream.attending import Attending
+from rpfunc.stream.chunk_major import can_step
 from rpfunc.stream.streaming import Streaming
 
 
@@ -29,26 +30,28 @@ def choose_streaming(
     budget_bytes: int,
     peak_bytes: Callable[[Streaming], int],
     *,
+    chunks: Sequence[int] = (4096, 1024, 256, 64),
     head_chunks: Sequence[int] = (512, 128, 32),
 ) -> Choice:
     """Returns the first way whose predicted peak is within the budget, fastest first.
 
-    Whole rows come first (no recomputation), then layer by layer, then chunk by chunk if all layers can, each with
-    chunks from large to small. `peak_bytes` predicts a way, for example through `rpfunc.plan.memory`.
-    Raises PlanError naming the smallest peak found if none fits.
+    Whole rows come first (no recomputation), then layer by layer, then chunk by chunk if all layers can. In an order,
+    chunks go from large to small, and with each of them the head's, which are no larger. To a way that fits layer by
+    layer, attention is kept of as many layers as fit, too. `peak_bytes` predicts a way, for example through
+    `rpfunc.plan.memory`; it is asked for each way until one fits, so at worst some dozens of times.
+    Raises PlanError for numbers that cannot work and, naming the way that needs least, if none fits.
     """
-    chunks = [size for size in (4096, 1024, 256, 64) if size < num_rows] or [num_rows]
-    orders = ["layer", "chunk"] if _can_step(model) else ["layer"]
-    ways = [Streaming()] + [
-        Streaming(chunk, min(head_chunk, num_rows), order)  # type: ignore[arg-type]
-        for order in orders
-        for chunk, head_chunk in zip(chunks, _last_repeated(head_chunks, len(chunks)), strict=True)
-    ]
+    problems = count_problems({"num_rows": num_rows}) + rate_problems({"budget_bytes": budget_bytes})
+    for name, sizes in {"chunks": chunks, "head_chunks": head_chunks}.items():
+        problems += [] if sizes else [f"{name} is empty, it must hold a number of rows, for example 128"]
+        problems += count_problems({f"{name}[{index}]": size for index, size in enumerate(sizes)})
+    if problems:
+        raise PlanError.listing("choose_streaming", problems)
     smallest: Choice | None = None
-    for way in ways:
+    for way in _ways(model, num_rows, chunks, head_chunks):
         choice = Choice(way, peak_bytes(way), _note(objective, way))
         if choice.peak_bytes <= budget_bytes:
-            return choice
+            return _keeping(model, choice, budget_bytes, peak_bytes)
         if smallest is None or choice.peak_bytes < smallest.peak_bytes:
             smallest = choice
     assert smallest is not None
@@ -58,14 +61,29 @@ def choose_streaming(
     )
 
 
-def _can_step(model: Model) -> bool:
-    return all(isinstance(layer.form, Stepping) for layer in model.layers) and isinstance(
-        model.layers[-1].form, RowWise
-    )
+def _ways(model: Model, num_rows: int, chunks: Sequence[int], head_chunks: Sequence[int]) -> Iterator[Streaming]:
+    yield Streaming()
+    sizes = sorted({min(size, num_rows) for size in chunks}, reverse=True)
+    for order in ("layer", "chunk") if can_step(model.layers) else ("layer",):
+        for chunk in sizes:
+            for head_chunk in sorted({min(size, chunk) for size in head_chunks}, reverse=True):
+                yield Streaming(chunk, head_chunk, order)
 
 
-def _last_repeated(sizes: Sequence[int], num: int) -> list[int]:
-    return [*sizes, *[sizes[-1]] * num][:num]
+def _keeping(model: Model, choice: Choice, budget_bytes: int, peak_bytes: Callable[[Streaming], int]) -> Choice:
+    """Returns the choice with attention kept of as many layers as fit; more layers take more."""
+    if choice.streaming.chunk is None or choice.streaming.order == "chunk":
+        return choice
+    low, high = 0, sum(isinstance(layer.form, Attending) for layer in model.layers)
+    while low < high:
+        kept = (low + high + 1) // 2
+        way = replace(choice.streaming, keep_attention=kept)
+        found = peak_bytes(way)
+        if found <= budget_bytes:
+            low, choice = kept, replace(choice, streaming=way, peak_bytes=found)
+        else:
+            high = kept - 1
+    return choice
 
 
 def _note(objective: Objective, way: Streaming) -> str:

@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from rpfunc.errors import OptionsError
-from rpfunc.plan.classic import classic_partition
+from rpfunc.plan.contiguous import Pipeline, fastest_plans
 from rpfunc.plan.costs import LayerCost, StageCosts, stage_costs
+from rpfunc.plan.deal import Deal
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.plan.plan import Plan
 from rpfunc.plan.search import search
@@ -39,14 +40,16 @@ SCHEDULES = (*RESIDENT, "looped_bfs", *DEALT)
 class Compared(NamedTuple):
     """One schedule with its plan.
 
+    deal              the plan, and to how many workers each slot is dealt: to one in all but split_dispatch
     bubble, report    of one iteration alone, the workers drained at its end
     steady_bubble     of iterations that follow each other without end, one update late; None for classic pipelines and
                       greedy
     steady_time       of one of those
+    steady_deal       the deal of those
     """
 
     name: str
-    plan: Plan
+    deal: Deal
     work: Workload
     costs: StageCosts
     schedule: Schedule
@@ -54,6 +57,12 @@ class Compared(NamedTuple):
     report: Report
     steady_bubble: float | None
     steady_time: float | None
+    steady_deal: Deal | None
+
+    @property
+    def plan(self) -> Plan:
+        """The deal's plan."""
+        return self.deal.plan
 
 
 def compare(
@@ -65,10 +74,10 @@ def compare(
 ) -> Iterator[Compared]:
     """Yields each schedule, with the best plan that is known for it, simulated.
 
-    Classic pipelines have the best contiguous partition; interleaved and looped ones as many stages a worker as is
-    fastest. Dealt ones have the plan that `search` finds for one iteration, with at least as many slots as workers
-    (greedy that of split_dispatch), and for their steady state the one that it finds for joined iterations.
-    Raises OptionsError for unknown names, and what `search` raises.
+    Classic pipelines have the fastest contiguous partition that `fastest_plans` finds; interleaved and looped ones as
+    many stages a worker, up to 12, as is fastest. Dealt ones have the plan that `search` finds for one iteration, with
+    at least as many slots as workers (greedy that of split_dispatch), and for their steady state the one that it finds
+    for joined iterations. Raises OptionsError for unknown names, and what `search` raises.
     """
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown:
@@ -77,9 +86,8 @@ def compare(
         if name in DEALT:
             yield _dealt(name, layers, workers, microbatches, hardware)
         else:
-            stages = [count for count in _stage_counts(name, workers) if count <= len(layers)]
-            found = [_classic(name, layers, workers, microbatches, hardware, count) for count in stages]
-            yield from [min(found, key=lambda row: row.report.makespan)] if found else []
+            counts = [count for count in _stage_counts(name, workers) if count <= len(layers)]
+            yield from [_classic(name, layers, workers, microbatches, hardware, counts)] if counts else []
 
 
 def _stage_counts(name: str, workers: int) -> Sequence[int]:
@@ -89,7 +97,7 @@ def _stage_counts(name: str, workers: int) -> Sequence[int]:
 
 
 def _classic(
-    name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware, stages: int
+    name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware, counts: Sequence[int]
 ) -> Compared:
     generators: dict[str, Generator] = {
         "gpipe": gpipe,
@@ -99,12 +107,20 @@ def _classic(
         "zb_h1": zb_h1,
         "zb_v": zb_v,
     }
-    # a V's workers have stages n and 2N - 1 - n: its stages are balanced one by one
-    plan = classic_partition(layers, stages, stages if name == "zb_v" else workers)
-    work = Workload(plan.slots, microbatches)
-    schedule = generators[name](work, workers)
-    work = halve(work) if name in ("zb_h1", "zb_v") else work
-    return _compared(name, plan, work, schedule, layers, hardware)
+
+    def generate(work: Workload, num_workers: int) -> tuple[Schedule, Workload]:
+        schedule = generators[name](work, num_workers)
+        return schedule, halve(work) if name in ("zb_h1", "zb_v") else work
+
+    pipelines = [
+        Pipeline(generate, count, workers, microbatches, hardware, resident=name in RESIDENT) for count in counts
+    ]
+    rows = []
+    # without transfers the first is known to be the fastest found
+    for _, plan in fastest_plans(layers, pipelines)[: 3 if hardware.transfers_cost else 1]:
+        schedule, work = generate(Workload(plan.slots, microbatches), workers)
+        rows.append(_compared(name, Deal(plan, (1,) * len(plan.slots)), work, schedule, layers, hardware))
+    return min(rows, key=lambda row: row.report.makespan)
 
 
 def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware) -> Compared:
@@ -113,7 +129,7 @@ def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: i
     work = once.workload(microbatches)
     costs = stage_costs(once.plan, layers)
     schedule = greedy(work, workers, costs) if name == "greedy" else once.schedule(work, workers)
-    row = _compared(name, once.plan, work, schedule, layers, hardware)
+    row = _compared(name, once, work, schedule, layers, hardware)
     if name == "greedy":
         return row
     joined = search(layers, workers, microbatches, hardware, staleness=1, joined=True, **options).deal  # type: ignore[arg-type]
@@ -123,13 +139,13 @@ def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: i
         stage_costs(joined.plan, layers),
         hardware,
     )
-    return row._replace(steady_bubble=steady.bubble, steady_time=steady.iteration_time)
+    return row._replace(steady_bubble=steady.bubble, steady_time=steady.iteration_time, steady_deal=joined)
 
 
 def _compared(
-    name: str, plan: Plan, work: Workload, schedule: Schedule, layers: Sequence[LayerCost], hardware: Hardware
+    name: str, deal: Deal, work: Workload, schedule: Schedule, layers: Sequence[LayerCost], hardware: Hardware
 ) -> Compared:
-    costs, resident = stage_costs(plan, layers), name in RESIDENT
+    costs, resident = stage_costs(deal.plan, layers), name in RESIDENT
     moving = (
         {slot: cost._replace(parameter_bytes=0.0, gradient_bytes=0.0) for slot, cost in costs.items()}
         if resident
@@ -137,4 +153,4 @@ def _compared(
     )
     timeline = simulate(schedule, moving, hardware, work)
     found = report(timeline, schedule, costs, hardware, work, resident=resident)
-    return Compared(name, plan, work, costs, schedule, timeline, found, None, None)
+    return Compared(name, deal, work, costs, schedule, timeline, found, None, None, None)

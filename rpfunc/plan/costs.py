@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import is_size, shown, size_needed, size_problems
 from rpfunc.plan.plan import Plan, Span
 
 
@@ -25,7 +25,8 @@ class LayerCost:
     output_bytes     of what it hands to the next layer
     residual_bytes   of what its backward needs beside parameters and input
 
-    Raises PlanError listing every number below 0 or not finite.
+    Numbers are 0, or from 1e-100 to 1e100, so that none that follows from them is too small or large for a float.
+    Raises PlanError listing every one that is not.
     """
 
     forward: float
@@ -39,11 +40,9 @@ class LayerCost:
     residual_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        odd = {name: value for name, value in vars(self).items() if not 0 <= value < math.inf}
-        if odd:
-            raise PlanError.listing(
-                "cost", [f"{name} is {value}, it must be at least 0 and finite" for name, value in odd.items()]
-            )
+        problems = size_problems(vars(self))
+        if problems:
+            raise PlanError.listing("cost", problems)
 
     @classmethod
     def of_forward(cls, forward: float, **sizes: float) -> LayerCost:
@@ -68,10 +67,10 @@ def layer_costs(costs: Sequence[LayerCost | float]) -> list[LayerCost]:
     for index, cost in enumerate(costs):
         if isinstance(cost, LayerCost):
             layers.append(cost)
-        elif 0 <= cost < math.inf:
+        elif is_size(cost):
             layers.append(LayerCost.of_forward(cost))
         else:
-            problems.append(f"layer {index} costs {cost}, it must be at least 0 and finite")
+            problems.append(f"layer {index} costs {shown(cost)}, {size_needed(cost)}")
     if problems:
         raise PlanError.listing("costs", problems)
     return layers
@@ -81,7 +80,16 @@ TIMES = tuple(field.name for field in fields(LayerCost))[:5]
 """The fields of `LayerCost` that are times."""
 
 
-class StageCost(NamedTuple):
+class _Numbers(NamedTuple):
+    time: float
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+class StageCost(_Numbers):
     """What one stage costs.
 
     time             of one microbatch's computation
@@ -90,14 +98,22 @@ class StageCost(NamedTuple):
     input_bytes      uploaded for each microbatch: activations, cotangents
     output_bytes     downloaded for each microbatch: what other stages read
     working_bytes    live on the worker while one microbatch is computed, beside the above
+
+    Numbers are as `LayerCost` has them. Raises PlanError listing every one that is not.
     """
 
-    time: float
-    parameter_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    input_bytes: float = 0.0
-    output_bytes: float = 0.0
-    working_bytes: float = 0.0
+    __slots__ = ()
+
+    def __new__(cls, *numbers: float, **named: float) -> Self:
+        """Returns the cost with these fields, in order or by name."""
+        self = super().__new__(cls, *numbers, **named)
+        if not all(map(is_size, self)):
+            raise PlanError.listing("cost of a stage", size_problems(self._asdict()))
+        return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        return cls(*iterable)  # what `_replace` makes is checked as well
 
 
 def slot_bytes(cost: StageCost) -> float:
@@ -111,6 +127,15 @@ def slot_bytes(cost: StageCost) -> float:
 
 StageCosts = Mapping[tuple[str, int], StageCost]
 """By (kind, stage), for every kind that a stage may be run as: F, X, B and its parts I and W."""
+
+
+def cost_problems(costs: StageCosts, slots: Collection[tuple[str, int]]) -> list[str]:
+    """Returns, in words, what is no cost of those of the slots that have one."""
+    return [
+        f"{slot} is {shown(costs[slot])}, it must be a StageCost"
+        for slot in sorted(slots, key=lambda slot: (slot[1], slot[0]))
+        if slot in costs and not isinstance(costs[slot], StageCost)
+    ]
 
 
 def uniform_costs(plan: Plan, forward: float = 1.0, backward: float = 3.0) -> dict[tuple[str, int], StageCost]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from rpfunc.plan.plan import Plan
@@ -58,13 +59,21 @@ def iteration_ends(
     runs = [even_runs(microbatches, ways) for ways in deal.ways]
     ends: list[float] = []
     writes = [kind != "F" for kind, _ in deal.plan.slots]
+    # a block's gradients wait for those of the iteration before, where they might overtake them: see `Workload`
+    overtakes = num_iterations > 1 and (deal.num_cards < num_workers or max(deal.ways) > 1)
+    blocks = deal.workload(microbatches).block_starts if overtakes else ()
+    taken: dict[int, list[float]] = {}
     card = 0
     for iteration in range(num_iterations):
         awaited = iteration - 1 - staleness
         before = [ends[awaited] if awaited >= 0 else 0.0] * microbatches
         last = ends[-1] if ends else 0.0
-        for time, cards, written in zip(times, runs, writes, strict=True):
-            after = []
+        for slot, (time, cards, written) in enumerate(zip(times, runs, writes, strict=True)):
+            after: list[float] = []
+            if slot in taken:
+                before = [*before]
+                for start, stop in pairwise([*blocks, microbatches]):
+                    before[start] = max(before[start], taken[slot][stop - 1])
             for run in cards:
                 worker = card % num_workers
                 card += 1
@@ -75,6 +84,8 @@ def iteration_ends(
                 free[worker] = clock
                 if written and clock > last:
                     last = clock
+            if written and overtakes:
+                taken[slot] = after
             before = after
         ends.append(last + update)
     return ends

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems, rate_problems, size_problems
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Hardware:
     update              of the optimizer on the host for one iteration
     memory_bytes        of each worker
 
-    Infinite rates cost nothing: the default is computation alone. Raises PlanError listing what cannot be.
+    Infinite rates cost nothing: the default is computation alone. Numbers are as `LayerCost` has them. Raises PlanError
+    listing what cannot be.
     """
 
     upload: float = math.inf
@@ -36,21 +38,12 @@ class Hardware:
     memory_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        rates = ("upload", "download", "host_upload", "host_download", "memory_bytes")
-        problems = [
-            f"{name} is {getattr(self, name)}, it must be above 0" for name in rates if not getattr(self, name) > 0
-        ]
-        waits = ("latency", "update")
-        problems += [
-            f"{name} is {getattr(self, name)}, it must be at least 0 and finite"
-            for name in waits
-            if not 0 <= getattr(self, name) < math.inf
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}, it must be at least 1"
-            for name in ("prefetch", "prefetch_runs")
-            if getattr(self, name) < 1
-        ]
+        def named(*names: str) -> dict[str, object]:
+            return {name: getattr(self, name) for name in names}
+
+        problems = rate_problems(named("upload", "download", "host_upload", "host_download", "memory_bytes"))
+        problems += size_problems(named("latency", "update"))
+        problems += count_problems(named("prefetch", "prefetch_runs"))
         if problems:
             raise PlanError.listing("hardware", problems)
 

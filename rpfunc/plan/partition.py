@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.plan.costs import LayerCost, layer_costs
 from rpfunc.plan.filling import ROUNDING, Filled, Line, num_slots, smallest_bound
 from rpfunc.plan.plan import Plan, Span
@@ -52,7 +53,7 @@ def partition_jointly(
     F0:3 X3:4 B0:1 B1:2 B2:3
     F0:1 F1:4
     """
-    _check(models, workers, trained, microbatches)
+    _check(models, workers, trained, microbatches, memory)
     layers = [layer_costs(costs) for costs in models]
     if memory is not None:
         _check_memory(layers, trained, memory)
@@ -152,12 +153,18 @@ def _layer_bytes(kind: str, layer: LayerCost) -> float:
     return parameter_bytes if kind == "F" else parameter_bytes + layer.gradient_bytes + layer.residual_bytes
 
 
-def _check(models: Sequence[Sequence[object]], workers: int, trained: Sequence[bool], microbatches: int | None) -> None:
+def _check(
+    models: Sequence[Sequence[object]],
+    workers: int,
+    trained: Sequence[bool],
+    microbatches: int | None,
+    memory: float | None,
+) -> None:
     problems = [] if models else ["has no model, needs at least one"]
     if len(trained) != len(models):
         problems.append(f"trained says so of {len(trained)} models, there are {len(models)}")
-    counts = {"workers": workers} | ({} if microbatches is None else {"microbatches": microbatches})
-    problems += [f"{name} is {count}, it must be at least 1" for name, count in counts.items() if count < 1]
+    problems += count_problems({"workers": workers} | ({} if microbatches is None else {"microbatches": microbatches}))
+    problems += [] if memory is None else rate_problems({"memory": memory})
     if problems:
         raise PlanError.listing("partition", problems)
 
@@ -170,11 +177,16 @@ def _check_memory(models: Sequence[Sequence[LayerCost]], trained: Sequence[bool]
         for index, layer in enumerate(layers)
     }
     problems = [
-        f"{name} alone takes {need:.0f} (parameters twice, gradients, and what is live meanwhile)"
+        f"{name} alone takes {_whole(need)} (parameters twice, gradients, and what is live meanwhile)"
         for name, need in needs.items()
         if not need <= memory
     ]
     if problems:
         raise PlanError.listing(
-            f"partition: memory is {memory:.0f} bytes a worker, {math.ceil(max(needs.values()))} would do", problems
+            f"partition: memory is {_whole(memory)} bytes a worker, {math.ceil(max(needs.values()))} would do", problems
         )
+
+
+def _whole(num_bytes: float) -> float:
+    """Returns a number of bytes as one that prints without a point, where it has none."""
+    return int(num_bytes) if num_bytes == int(num_bytes) else num_bytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import shown
 
 
 class Span(NamedTuple):
@@ -77,9 +78,9 @@ class Plan:
     def parse(cls, text: str) -> Plan:
         """Returns the plan that `str` prints so; its words may stand in any order."""
         words = text.split()
-        found = [(word, re.fullmatch(r"([FXB])(\d+):(\d+)", word)) for word in words]
+        found = [(word, re.fullmatch(r"([FXB])([0-9]{1,9}):([0-9]{1,9})", word)) for word in words]
         problems = [
-            f"{word!r} is no stage, needs F, X or B and layers, as in 'F0:6'" for word, match in found if not match
+            f"{shown(word)} is no stage, needs F, X or B and layers, as in 'F0:6'" for word, match in found if not match
         ]
         stages = sorted((m[1], Span(int(m[2]), int(m[3]))) for _, m in found if m)
         fused = [span for kind, span in stages if kind == "X"]
@@ -88,7 +89,7 @@ class Plan:
         if not stages:
             problems.append("has no stage, needs at least one, as in 'X0:8'")
         if problems:
-            raise PlanError.listing(f"plan {text!r}", problems)
+            raise PlanError.listing(f"plan {shown(text)}", problems)
         forward, backward = (tuple(span for kind, span in stages if kind == wanted) for wanted in "FB")
         return cls(forward, fused[0] if fused else None, backward)
 
@@ -99,7 +100,7 @@ class Plan:
     @property
     def num_layers(self) -> int:
         """How many layers the plan covers."""
-        return max(span.stop for span in (*self.forward, self.fused, *self.backward) if span is not None)
+        return max((span.stop for span in (*self.forward, self.fused, *self.backward) if span is not None), default=0)
 
     @property
     def slots(self) -> list[tuple[str, int]]:

@@ -16,10 +16,15 @@ from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError, PlanError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
+from rpfunc.plan.checks import count_problems, rate_problems
+from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.chunk_major import check_stepping
+from rpfunc.stream.flat import LastTwo
 from rpfunc.stream.freeze import freeze
+from rpfunc.stream.recurrent import Recurrent
 from rpfunc.stream.stage import stage_fused
 from rpfunc.stream.streaming import Order, Streaming
+from rpfunc.stream.value import with_statistic
 
 
 def memory(
@@ -39,17 +44,23 @@ def memory(
 
     The same quantity as `rpfunc.memory.peak` measures: what is live above parameters and batch. The run's own code is
     executed on tensors that have shapes and no data, and their lifetimes are followed; what a kernel uses inside
-    itself is not seen. Takes about 0.1 ms for each tensor operation, and no memory, whatever the sizes.
-    Raises OptionsError or PlanError for options that cannot work. Source: own.
+    itself is not seen. Of many chunks the last two are run, of many microbatches the first two, which take most: so it
+    takes some seconds, however long the sequence, and no memory. (Where a layer is recurrent or bidirectional, of
+    which each chunk adds to what is held, all are run.)
+    Raises ModelError, BatchError, OptionsError or PlanError for what `value_and_grad` would refuse. Source: own.
     """
     how = Streaming(chunk, head_chunk, order, keep_attention)
-    if how.problems():
-        raise OptionsError.listing("options", how.problems())
+    problems = how.problems(microbatches)
+    if problems:
+        raise OptionsError.listing("options", problems)
     if how.order == "chunk":
         check_stepping(model.layers)
+    model.check(params)
     prepared = objective.prepare(batch)
     total = objective.total(prepared)
-    pieces = prepared.microbatches(microbatches)
+    # the second microbatch is the largest of those that find gradients to add to
+    pieces = prepared.microbatches(microbatches)[:2]
+    how = _last_chunks(model, how)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def shape_only(leaf: Any) -> Any:
@@ -57,17 +68,26 @@ def memory(
 
         params = tree.map(shape_only, dict(params))
         pieces, total = [piece.map(shape_only) for piece in pieces], fake.from_tensor(total)
-        if objective.statistic is not None:
-            statistic = torch.zeros((), dtype=torch.float64)  # its value does not matter
-            pieces = [replace(piece, constant={**piece.constant, "statistic": statistic}) for piece in pieces]
         if frozen is not None:
             model, params = freeze(model, params, frozen)
         with _LiveBytes() as live, torch.no_grad():
+            pieces = with_statistic(model, objective, params, pieces, how)
             grads: Any = {}
             for piece in pieces:
                 _, _, grads = stage_fused(model.layers, objective, params, (), piece, total, how, grads)
             peak_bytes: int = live.peak_bytes
             return peak_bytes
+
+
+def _last_chunks(model: Model, how: Streaming) -> Streaming:
+    """Returns the same way to stream on the last two chunks alone, where nothing adds up over all of them."""
+    if any(isinstance(layer.form, Recurrent | Bidirectional) for layer in model.layers):
+        return how
+    return replace(
+        how,
+        chunk=None if how.chunk is None else LastTwo(how.chunk),
+        head_chunk=None if how.head_chunk is None else LastTwo(how.head_chunk),
+    )
 
 
 def max_sequence(
@@ -77,29 +97,38 @@ def max_sequence(
 
     `peak_bytes` maps a number of rows to a predicted peak that grows with it, such as `memory` of a batch of so many
     rows. It is asked a handful of times: a peak grows nearly linearly, so each answer points to the next question.
-    Raises PlanError, with the peak of the shortest sequence, if that is beyond the budget already.
+    Nothing longer than `largest` is asked for. Raises PlanError for numbers that cannot work, and, with the peak of the
+    shortest sequence, if that is beyond the budget already.
     """
-    low, low_bytes = granularity, peak_bytes(granularity)
+    problems = count_problems({"granularity": granularity, "largest": largest})
+    problems += rate_problems({"budget_bytes": budget_bytes})
+    if not problems and largest < granularity:
+        problems.append(f"largest is {largest}, it must be at least the granularity, {granularity}")
+    if problems:
+        raise PlanError.listing("max_sequence", problems)
+    most = largest // granularity  # from here on in units of it
+    low, low_bytes = 1, peak_bytes(granularity)
     if low_bytes > budget_bytes:
-        raise PlanError(f"{low} rows take {low_bytes} bytes, beyond the budget of {budget_bytes}; no sequence fits")
-    high, high_bytes = None, 0
-    while high is None or high - low > granularity:
-        if high is None:
-            guess = min(2 * low, largest)
-            if guess == low:
-                return low
-        else:
-            slope = (high_bytes - low_bytes) / (high - low)
-            guess = low + int((budget_bytes - low_bytes) / slope) if slope > 0 else (low + high) // 2
-            # away from both ends by a part of the gap, so that it closes from both sides
-            guess = min(max(guess, low + (high - low) // 8), high - (high - low) // 8)
-            guess = min(max(guess // granularity * granularity, low + granularity), high - granularity)
-        guess_bytes = peak_bytes(guess)
-        if guess_bytes <= budget_bytes:
-            low, low_bytes = guess, guess_bytes
+        raise PlanError(
+            f"{granularity} rows take {low_bytes} bytes, beyond the budget of {budget_bytes}; no sequence fits"
+        )
+    before, before_bytes, high, high_bytes = 0, 0, most + 1, 0
+    fitted, in_a_row = True, 0  # answers on one side in a row, after which the next question goes further
+    while high - low > 1:
+        other, other_bytes = (high, high_bytes) if high_bytes else (before, before_bytes)
+        slope = (other_bytes - low_bytes) / (other - low) if other else 0.0
+        guess = low + int((budget_bytes - low_bytes) / slope) if slope > 0 else 2 * low
+        guess = max(guess, low + (1 << in_a_row)) if fitted else min(guess, high - (1 << in_a_row))
+        # a peak bends upwards, so that a guess beyond all answers goes too far
+        guess = min(max(guess, low + 1), high - 1, 8 * low)
+        guess_bytes = peak_bytes(guess * granularity)
+        in_a_row = in_a_row + 1 if fitted == (guess_bytes <= budget_bytes) else 0
+        fitted = guess_bytes <= budget_bytes
+        if fitted:
+            before, before_bytes, low, low_bytes = low, low_bytes, guess, guess_bytes
         else:
             high, high_bytes = guess, guess_bytes
-    return low
+    return low * granularity
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,6 +141,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:  # more than half of all calls
+            return args[0].fake_device
         known = {id(storage) for storage in map(_storage, tree.leaves((args, kwargs or {}))) if storage is not None}
         result = function(*args, **(kwargs or {}))
         for storage in map(_storage, tree.leaves(result)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rpfunc.errors import PlanError
 from rpfunc.files import replace_file
+from rpfunc.plan.checks import size_problems
 from rpfunc.plan.costs import TIMES, LayerCost, stage_costs
 from rpfunc.plan.plan import Plan
 from rpfunc.schedule.timeline import Timeline
@@ -86,13 +87,15 @@ def save_costs(path: str | Path, costs: Sequence[LayerCost]) -> None:
 def load_costs(path: str | Path) -> list[LayerCost]:
     """Returns what `save_costs` wrote, or somebody by hand; sizes may be left out.
 
-    Raises PlanError for a file that is no such list, listing every layer's unknown and missing fields.
+    Raises PlanError for a file that cannot be read or is no such list, listing every layer's faults.
     """
     import msgspec
 
     try:
         layers = msgspec.json.decode(Path(path).read_bytes(), type=list[dict[str, float]])
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise PlanError(f"costs in {path}: cannot read it: {error.strerror}") from error
+    except ValueError as error:  # no JSON, not UTF-8, or something else than numbers
         raise PlanError(f"costs in {path}: {error}; needs a list of layers, each an object of numbers") from error
     known = {field.name: field.default is MISSING for field in fields(LayerCost)}
     problems = [
@@ -104,6 +107,7 @@ def load_costs(path: str | Path) -> list[LayerCost]:
         )
         for name in sorted(names)
     ]
+    problems += [f"layer {index}: {problem}" for index, layer in enumerate(layers) for problem in size_problems(layer)]
     if problems:
         raise PlanError.listing(f"costs in {path}", problems)
     return [LayerCost(**layer) for layer in layers]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, StageCost, stage_costs
 from rpfunc.plan.decoders import DecoderShape, decoder_costs
 from rpfunc.plan.hardware import Hardware
@@ -35,12 +37,15 @@ def roofline(layers: Sequence[LayerCost], hardware: Hardware, num_workers: int =
 
     Larger slots need no more, as they move fewer activations for the same computation. Layers without computation (a
     look-up) never hide their own transfers and are left out: their neighbours' computation does. Source: own, after
-    RoundPipe (arXiv 2604.27085), roofline analysis.
+    RoundPipe (arXiv 2604.27085), roofline analysis. Raises PlanError for no layer and no worker.
 
     >>> layers = [LayerCost.of_forward(1.0, parameter_bytes=60.0, gradient_bytes=60.0, output_bytes=2.0)] * 3
     >>> roofline(layers, Hardware(upload=8.0, download=8.0))
     Roofline(forward=10, fused=3, backward=3)
     """
+    problems = count_problems({"num_workers": num_workers})
+    if problems:
+        raise PlanError.listing("roofline", problems)
     starts = range(len(layers))
     plan = Plan.cut(len(layers), starts, starts) if len(layers) > 1 else Plan.single(1)
     costs = stage_costs(plan, layers)
@@ -79,4 +84,5 @@ def decoder_roofline(shape: DecoderShape, machine: Machine, rows: int = 2048) ->
 def _smallest(time: float, once: float, each: float) -> float:
     if once == 0:
         return 1 if each <= time else math.inf
-    return max(1, math.ceil(once / (time - each))) if each < time else math.inf
+    fewest = once / (time - each) if each < time else math.inf
+    return max(1, math.ceil(fewest)) if fewest < math.inf else math.inf

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from rpfunc.errors import PlanError
 from rpfunc.plan.bounds import lower_bound
 from rpfunc.plan.candidates import balanced_plans, deals, every_plan, neighbours
+from rpfunc.plan.checks import count_problems, shown
 from rpfunc.plan.costs import LayerCost, StageCost, StageCosts, layer_costs, slot_bytes, stage_costs
 from rpfunc.plan.deal import Deal, iteration_ends
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
@@ -25,6 +27,9 @@ WARM_UP = 4
 
 FINALISTS = 120
 """Deals that are timed over whole periods, after all have been over two iterations."""
+
+MOST_DEALT = 10**6
+"""Workers and microbatches: more would take days."""
 
 STEPS = 3
 """How often the best deal's cuts are moved."""
@@ -73,6 +78,12 @@ def search(
     (True, True)
     """
     layers = layer_costs(costs)
+    problems = count_problems({"workers": workers, "microbatches": microbatches}, most=MOST_DEALT)
+    problems += count_problems({"least_slots": least_slots})
+    if staleness not in (0, 1):
+        problems.append(f"staleness is {shown(staleness)}, it must be 0 or 1")
+    if problems:
+        raise PlanError.listing("search", problems)
     memory = None if hardware.memory_bytes == math.inf else hardware.memory_bytes
     rule = partition(layers, workers, microbatches, memory)
     clock = _Clock(workers, microbatches, hardware, staleness, joined)

@@ -1,7 +1,9 @@
 """Everything that knows threads and time: workers, dispatch of a schedule, gradients, training state."""
 
+from rpfunc.runtime.device import Link
+from rpfunc.runtime.session import Result
 from rpfunc.runtime.state import State
-from rpfunc.runtime.value_and_grad import Result, Workers, value_and_grad
+from rpfunc.runtime.value_and_grad import Workers, value_and_grad
 from rpfunc.runtime.workers import Cpu, Runtime
 
-__all__ = ["Cpu", "Result", "Runtime", "State", "Workers", "value_and_grad"]
+__all__ = ["Cpu", "Link", "Result", "Runtime", "State", "Workers", "value_and_grad"]

@@ -1,95 +1,98 @@
-"""Running a schedule: each worker takes its tasks in order and waits for what they depend on."""
+"""Carrying out operations: each channel takes its own in order and waits for the events that they need."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from rpfunc.plan.plan import Plan
+from rpfunc.runtime.context import CallersContext
+from rpfunc.runtime.operations import Line, Operation
+from rpfunc.runtime.progress import Happened, Progress, Stopped
 from rpfunc.runtime.workers import Runtime
-from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import Event, Timeline
-from rpfunc.schedule.workload import Workload
 
 
 class Dispatch:
-    """A schedule in flight on a runtime; `run(task)` does a task's work.
+    """An iteration's operations in flight on a runtime; `perform` does the work of one.
 
-    A failed task stops all others before their next task, so nothing waits for work that will not come.
+    A failed operation stops all others of its iteration and of later ones before their next operation, so nothing
+    waits for work that will not come.
     """
 
     def __init__(
-        self, runtime: Runtime, schedule: Schedule, work: Workload, plan: Plan, run: Callable[[Task], None]
+        self,
+        runtime: Runtime,
+        progress: Progress,
+        iteration: int,
+        lines: Sequence[Line],
+        plan: Plan,
+        perform: Callable[[Operation], None],
     ) -> None:
-        self._schedule, self._work, self._plan, self._run = schedule, work, plan, run
-        self._changed = threading.Condition()
-        self._ended: set[Task] = set()
+        self._progress, self._iteration, self._plan, self._perform = progress, iteration, plan, perform
+        self._context = CallersContext.here()
+        self._ended = threading.Condition()
         self._events: list[Event] = []
-        self._failure: BaseException | None = None
-        self._working = len(schedule.workers)
-        # autocast belongs to a thread: workers take the caller's over
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        runtime.submit([partial(self._serve, worker) for worker in range(len(schedule.workers))])
+        jobs = {
+            (worker, channel): partial(self._serve, own)
+            for worker, line in enumerate(lines)
+            for channel, own in line.items()
+        }
+        self._working, self._num_workers = len(jobs), len(lines)
+        runtime.submit(jobs)
 
     def wait(self) -> Timeline:
-        """Returns the timeline once every task has ended; raises the first failure, its task named in a note.
+        """Returns the timeline once every operation has ended; raises the first failure, its task named in a note.
 
-        If the wait itself is interrupted (KeyboardInterrupt), running tasks end, the rest are dropped, and the
+        If the wait itself is interrupted (KeyboardInterrupt), running operations end, the rest are dropped, and the
         interrupt goes on.
         """
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._working == 0)
+            with self._ended:
+                self._ended.wait_for(lambda: self._working == 0)
         except BaseException:
             self.cancel()
             raise
-        if self._failure is not None:
-            raise self._failure
-        return Timeline(tuple(sorted(self._events, key=lambda event: event.start_s)), len(self._schedule.workers))
+        failure = self._progress.failure(self._iteration)
+        if failure is not None:
+            raise failure
+        return Timeline(tuple(sorted(self._events, key=lambda event: event.start_s)), self._num_workers)
 
     def cancel(self) -> None:
-        """Drops the tasks that have not begun and returns once the workers are free. Harmless after the end."""
-        with self._changed:
-            if self._working and self._failure is None:
-                self._failure = RuntimeError("cancelled")
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._working == 0)
+        """Drops the operations that have not begun and returns once the channels are free. Harmless after the end."""
+        with self._ended:
+            working = self._working
+        if working:
+            self._progress.fail(RuntimeError("cancelled"), self._iteration)
+        with self._ended:
+            self._ended.wait_for(lambda: self._working == 0)
 
-    def _serve(self, worker: int) -> None:
+    def _serve(self, operations: Sequence[Operation]) -> None:
         try:
-            for task in self._schedule.workers[worker]:
-                if not self._await_dependencies(task):
-                    return
-                start_s = time.perf_counter()
-                try:
-                    enabled, dtype = self._autocast
-                    with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=enabled):
-                        self._run(task)  # gradients come from torch.func.vjp alone
-                except BaseException as error:
-                    span = self._plan.span(task.kind, task.stage)
-                    error.add_note(
-                        f"rpfunc: in task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}"
-                    )
-                    raise
-                event = Event(worker, "compute", task, start_s, time.perf_counter())
-                with self._changed:
-                    self._events.append(event)
-                    self._ended.add(task)
-                    self._changed.notify_all()
+            with self._context.entered():
+                for operation in operations:
+                    self._progress.wait((wait.event for wait in operation.waits), self._iteration)
+                    start_s = time.perf_counter()
+                    self._perform(operation)
+                    worker, channel, task = operation[:3]
+                    self._events.append(Event(worker, channel, task, start_s, time.perf_counter()))
+                    self._progress.record(Happened(self._iteration, channel, task))
+        except Stopped:
+            pass
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or error
+            self._note(error, operation)
+            self._progress.fail(error, self._iteration)
         finally:
-            with self._changed:
+            with self._ended:
                 self._working -= 1
-                self._changed.notify_all()
+                self._ended.notify_all()
 
-    def _await_dependencies(self, task: Task) -> bool:
-        needed = self._work.dependencies(task)
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._ended.issuperset(needed))
-            return self._failure is None
+    def _note(self, error: BaseException, operation: Operation) -> None:
+        worker, channel, task = operation[:3]
+        span = self._plan.span(task.kind, task.stage)
+        doing = "in" if channel == "compute" else f"in the {channel.replace('_', ' ')} of"
+        error.add_note(f"rpfunc: {doing} task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
+
+import torch
 
 from rpfunc import tree
 from rpfunc.batch import Batch
@@ -13,6 +16,7 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.partition import partition
 from rpfunc.plan.plan import Plan
+from rpfunc.runtime.tasks import Recompute
 from rpfunc.schedule.round_robin import round_robin
 from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.validate import halved_as, validate
@@ -33,10 +37,11 @@ class Job:
     plan: Plan | None
     microbatches: int
     streaming: Streaming
-    recompute: bool
+    recompute: Recompute
     frozen: tree.Mask | None
     schedule: Schedule | Scheduler | None = None
     blocks: int = 1
+    compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         problems = self.streaming.problems()
@@ -50,8 +55,15 @@ class Job:
             problems.insert(0, f"microbatches is {self.microbatches!r}, it must be at least 1")
         elif not isinstance(self.blocks, int) or not 1 <= self.blocks <= self.microbatches:
             problems.append(f"blocks is {self.blocks!r}, it must be 1 to microbatches, which is {self.microbatches}")
-        if self.streaming.order == "chunk" and not self.recompute:
+        if self.recompute not in get_args(Recompute):
+            problems.append(f"recompute is {self.recompute!r}, it must be 'stage' (True), 'layer' or 'none' (False)")
+        if self.streaming.order == "chunk" and self.recompute == "none":
             problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
+        if self.compute_dtype is not None and not getattr(self.compute_dtype, "is_floating_point", False):
+            problems.append(f"compute_dtype is {self.compute_dtype!r}, needs a floating-point dtype or None")
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            problems.append(f"plan is a {type(self.plan).__name__}, needs a Plan, its text, or None")
+            raise OptionsError.listing("options", problems)
         if not (self.schedule is None or isinstance(self.schedule, Schedule) or callable(self.schedule)):
             problems.append(
                 f"schedule is a {type(self.schedule).__name__}, needs a Schedule, its text, or a function "
@@ -76,6 +88,11 @@ class Job:
                     f"as in '{self.plan} {backward}'"
                 )
             self.plan.check(self.model.num_layers)
+
+
+def grain(recompute: bool | Recompute) -> Recompute:
+    """Returns the word for what True and False stand for; others as they are."""
+    return {True: "stage", False: "none"}.get(recompute, recompute) if isinstance(recompute, bool) else recompute  # type: ignore[arg-type, return-value]
 
 
 def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:

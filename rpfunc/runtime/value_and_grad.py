@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,31 +11,20 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.errors import BatchError, OptionsError
+from rpfunc.errors import OptionsError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
-from rpfunc.runtime.dispatch import Dispatch
-from rpfunc.runtime.iteration import Iteration, Work
-from rpfunc.runtime.job import Job, Scheduler, choose_plan, choose_schedule
+from rpfunc.runtime.job import Job, Scheduler, choose_plan, grain
+from rpfunc.runtime.session import Result, Session, prepare
+from rpfunc.runtime.tasks import Recompute
 from rpfunc.runtime.workers import Cpu, Runtime
 from rpfunc.schedule.task import Schedule
-from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.streaming import Order, Streaming
-from rpfunc.stream.value import with_statistic
 
 Workers = int | Sequence[Cpu] | Runtime | None
 """How many workers of one intra-op thread, their specs, a runtime to share, or None for the caller's own thread."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a gradient computation reports: the loss (), its denominator () (both float64), and when what ran."""
-
-    loss: Tensor
-    total: Tensor
-    timeline: Timeline
 
 
 class ValueAndGrad(Protocol):
@@ -57,10 +45,11 @@ def value_and_grad(
     head_chunk: int | None = None,
     order: Order = "layer",
     keep_attention: int = 0,
-    recompute: bool = True,
+    recompute: bool | Recompute = True,
     frozen: tree.Mask | None = None,
     schedule: Schedule | Scheduler | str | None = None,
     blocks: int = 1,
+    compute_dtype: torch.dtype | None = None,
 ) -> ValueAndGrad:
     """Returns fn(params, batch) -> (result, grads): the exact gradient of the objective's loss over the whole batch.
 
@@ -74,10 +63,13 @@ def value_and_grad(
                   a stage, and needs layers that do not look ahead
     keep_attention  of how many layers of a stage attention's results are kept between forward and backward, the last
                   ones: faster the longer the rows, for one activation of memory each (order "layer" with a chunk)
-    recompute     keep only stage inputs between forward and backward (or, with False, what backward needs)
+    recompute     what is kept between forward and backward: "stage" (True), each stage's input, the rest is computed
+                  again; "layer", each layer's input; "none" (False), all that backward needs, on workers that share the
+                  host's memory
     frozen        a mask (see `tree.selector`) of leaves that get no gradient: None stands in their place
     schedule      which worker runs which task when: a `Schedule` or its text (with the plan that its stages are of), or
                   a function (work, num_workers) -> Schedule, as in `rpfunc.schedule`; None: slots dealt round robin
+    compute_dtype that parameters are cast to where tasks run, torch.bfloat16 for example; None: their own
     blocks        runs of microbatches whose gradients are summed apart, and added up at the end: a stage's tasks of
                   different blocks may run at once. Each block holds gradients of the size of the parameters
 
@@ -92,52 +84,19 @@ def value_and_grad(
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     order_of_tasks = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     how = Streaming(chunk, head_chunk, order, keep_attention)
-    job = Job(model, objective, chosen, microbatches, how, recompute, frozen, order_of_tasks, blocks)
+    job = Job(
+        model, objective, chosen, microbatches, how, grain(recompute), frozen, order_of_tasks, blocks, compute_dtype
+    )
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:
-        with open_runtime(workers) as runtime:
-            return start(job, params, batch, runtime, total).wait()
+        model.check(params)
+        with open_runtime(workers) as runtime, Session(job, runtime) as session:
+            chosen = choose_plan(job, params, prepare(job, batch, total)[0], runtime.num_workers)
+            marked = params if frozen is None else freeze(model, params, frozen)[1]
+            running = session.start(marked, batch, chosen, total=total)
+            return running.wait(), running.iteration.grads()
 
     return function
-
-
-class Running:
-    """A gradient computation in flight."""
-
-    def __init__(self, iteration: Iteration, dispatch: Dispatch, total: Tensor) -> None:
-        self._iteration, self._dispatch, self._total = iteration, dispatch, total
-
-    def wait(self) -> tuple[Result, dict[str, Any]]:
-        """Returns (result, grads) once all tasks have ended; raises what a task raised."""
-        timeline = self._dispatch.wait()
-        return Result(self._iteration.loss(), self._total, timeline), self._iteration.grads()
-
-    def cancel(self) -> None:
-        """Drops what has not begun and returns once the workers are free."""
-        self._dispatch.cancel()
-
-
-def start(job: Job, params: Params, batch: Batch, runtime: Runtime, total: Tensor | None = None) -> Running:
-    """Starts one gradient computation; where slots are dealt like cards, the runtime's cursor moves on by them."""
-    model, objective = job.model, job.objective
-    model.check(params)
-    if not isinstance(batch, Batch):
-        raise BatchError(f"batch: is a {type(batch).__name__}, needs a Batch, as in Batch(row={{'tokens': tokens}})")
-    prepared = objective.prepare(batch)
-    total = objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
-    if not bool(torch.isfinite(total)):
-        raise BatchError(f"batch: the {objective.name} objective's total is {total.item()}, it must be finite")
-    plan = choose_plan(job, params, prepared, runtime.num_workers)
-    pieces = prepared.microbatches(job.microbatches)
-    schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
-    if job.schedule is None:
-        runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
-    pieces = with_statistic(model, objective, params, pieces, job.streaming)
-    if job.frozen is not None:
-        model, params = freeze(model, params, job.frozen)
-    work = Work(model, objective, plan, job.streaming, job.recompute, workload)
-    iteration = Iteration(work, params, pieces, total)
-    return Running(iteration, Dispatch(runtime, schedule, workload, plan, iteration.run), total)
 
 
 @contextmanager

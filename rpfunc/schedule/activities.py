@@ -68,16 +68,17 @@ def activities(schedule: Schedule, costs: StageCosts, hardware: Hardware, work: 
     compute, inputs, outputs, parameters, gradients, updates = map(np.arange, limits[:-1], limits[1:])
 
     worker = np.repeat(np.arange(len(schedule.workers)), [len(own) for own in schedule.workers])
-    next_task, fed = _later(worker, 1), _later(worker, hardware.prefetch)
+    prefetch, prefetch_runs = (min(ahead, len(tasks)) for ahead in (hardware.prefetch, hardware.prefetch_runs))
+    next_task, fed = _later(worker, 1), _later(worker, prefetch)
     read, reader, before, after = _dependencies(tasks, work)
     run_worker, iteration, first, stop = np.array([run[:4] for run in own_runs], dtype=np.int64).T
-    next_run = _later(run_worker, hardware.prefetch_runs)
+    next_run = _later(run_worker, prefetch_runs)
     writes = np.flatnonzero([tasks[run.start].kind != "F" for run in own_runs])
     awaited = [update_read(work, run.iteration) if num_updates else None for run in own_runs]
     awaits = np.flatnonzero([update is not None for update in awaited])
     at_start = [
-        (compute[fed - hardware.prefetch], inputs[fed]),
-        (compute[first[next_run - hardware.prefetch_runs]], parameters[next_run]),
+        (compute[fed - prefetch], inputs[fed]),
+        (compute[first[next_run - prefetch_runs]], parameters[next_run]),
     ]
     at_end = [
         (compute[next_task - 1], compute[next_task]),

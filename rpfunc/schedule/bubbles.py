@@ -9,7 +9,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from rpfunc.errors import ScheduleError
+from rpfunc.plan.checks import count_problems, shown
 from rpfunc.schedule.building import num_rounds
+from rpfunc.schedule.round_robin import check_rounds
 
 
 def gpipe(num_workers: int, num_microbatches: int) -> Fraction:
@@ -104,6 +106,7 @@ def round_robin(
     Fraction(1, 801)
     """
     _check(num_workers, num_microbatches, num_slots, num_iterations)
+    check_rounds("bubbles", num_workers, round_size)
     rounds = 1 if round_size is None else num_rounds(num_microbatches, round_size)
     size, larger = divmod(num_microbatches, rounds)
     if num_iterations > 1:
@@ -150,8 +153,9 @@ def _idle(num_workers: int, makespan: int, busy: int) -> Fraction:
 
 
 def _check(*counts: int) -> None:
-    if min(counts) < 1:
-        raise ScheduleError(f"bubbles: numbers {', '.join(map(str, counts))} must be at least 1")
+    named = {str(place): count for place, count in enumerate(counts)}
+    if count_problems(named):
+        raise ScheduleError(f"bubbles: numbers {', '.join(map(shown, counts))} must be whole and at least 1")
 
 
 def _check_joined(num_workers: int, num_slots: int, uneven: str | None = None) -> None:

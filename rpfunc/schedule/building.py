@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from rpfunc.errors import ScheduleError
+from rpfunc.plan.checks import count_problems
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Slot, Workload
+
+MOST_TASKS, MOST_WORKERS = 10**8, 10**6
+"""What a generator makes: more is a mistake, which would fill the memory before it is noticed."""
 
 
 def even_runs(count: int, num_runs: int) -> list[range]:
@@ -50,10 +54,12 @@ def every_iteration(orders: Iterable[Sequence[Task]], work: Workload) -> Schedul
     )
 
 
-def check_workers(generator: str, num_workers: int) -> None:
-    """Raises ScheduleError unless there is a worker."""
-    if num_workers < 1:
-        raise ScheduleError(f"{generator}: num_workers is {num_workers}, it must be at least 1")
+def check_size(generator: str, work: Workload, num_workers: int) -> None:
+    """Raises ScheduleError unless there is a worker, and no more workers and tasks than can be meant."""
+    problems = count_problems({"num_workers": num_workers}, most=MOST_WORKERS)
+    problems += count_problems({"the number of the workload's tasks": work.num_tasks}, most=MOST_TASKS)
+    if problems:
+        raise ScheduleError.listing(generator, problems)
 
 
 def stages_bound(
@@ -64,7 +70,7 @@ def stages_bound(
     `fits(num_stages, num_workers)` says which numbers are right, `need` the same in words. Raises ScheduleError for
     other workloads and numbers.
     """
-    check_workers(generator, num_workers)
+    check_size(generator, work, num_workers)
     num_stages = sum(kind == "F" for kind, _ in work.slots)
     forward = [("F", stage) for stage in range(num_stages)]
     problems = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rpfunc.schedule.timeline import HOST, KIND_NAMES, Event, Timeline, every_second_stage
+from rpfunc.schedule.units import Unit, unit_of
 
 COLOURS = {"F": "#4c78a8", "X": "#e45756", "B": "#f2a73b", "I": "#72b7b2", "W": "#b279a2"}
 LIGHTER = {"F": "#7ba3cc", "X": "#ee8a89", "B": "#f7c77d", "I": "#9fd0cc", "W": "#cba3c0"}
@@ -45,43 +46,54 @@ WITH_TRANSFERS = {
 """A link does one transfer at a time, so one lane for a direction is enough."""
 
 
+LEAST_HEIGHT = 0.3
+"""Inches that a worker's row needs for letters in it, and for the names of its links."""
+
+
 def draw(timeline: Timeline, path: str | Path, title: str = "", *, unit: str | None = None) -> None:
     """Writes a PNG or SVG (by the suffix of `path`): one row a worker, one box a task, coloured by kind.
 
     The shade changes where a worker goes on to another stage. Transfers, where there are any, are drawn as two thin
-    lanes, uploads above downloads; the optimizer's updates in a row of the host. `unit` names the unit of time if the
-    timeline is not in seconds, which are shown as ms.
+    lanes, uploads above downloads; the optimizer's updates in a row of the host. Time begins with the first event.
+    `unit` names the unit of time if the timeline is not in seconds, which are shown as s, ms or µs, by the length.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     events = timeline.shown
+    scale = unit_of(float(timeline.makespan_s)) if unit is None else Unit(unit, 1.0)
     lanes = WITH_TRANSFERS if any(event.channel not in ALONE for event in events) else ALONE
     names = [f"worker {worker}" for worker in range(timeline.num_workers)]
     names += ["host"] if any(event.worker == HOST for event in events) else []
-    figure = Figure(figsize=(12, 1.2 + (0.55 if lanes is ALONE else 0.75) * len(names)), layout="constrained")
+    height = max(0.16, min(0.55 if lanes is ALONE else 0.75, 14 / len(names)))
+    figure = Figure(figsize=(12, max(2.4, 1.2 + height * len(names))), layout="constrained")
     axes = figure.add_subplot()
-    _draw_boxes(axes, events, lanes, timeline, 1e3 if unit is None else 1.0)
-    axes.set_yticks([row + lanes["compute"].middle for row in range(len(names))], names)
-    if lanes is WITH_TRANSFERS:
+    _draw_boxes(axes, events, lanes, timeline, scale.per_second, lettered=height >= LEAST_HEIGHT)
+    axes.set_yticks([row + lanes["compute"].middle for row in range(len(names))], names, fontsize=min(10, 60 * height))
+    if lanes is WITH_TRANSFERS and height >= LEAST_HEIGHT:
         links = {"up": lanes["activation_upload"], "down": lanes["activation_download"]}
         places = [worker + lane.middle for worker in range(timeline.num_workers) for lane in links.values()]
         axes.set_yticks(places, [*links] * timeline.num_workers, minor=True, fontsize=6)
     axes.tick_params(axis="y", which="both", length=0)
     axes.set_ylim(len(names), 0)
     axes.margins(x=0)
-    axes.set_xlabel(f"time ({unit or 'ms'})")
+    axes.set_xlabel(f"time ({scale.name})")
     axes.set_title(f"{title}   idle {float(timeline.bubble):.0%} of the workers' time".strip(), loc="left")
     kinds = {event.task.kind for event in events if event.channel == "compute"}
     named = {name: COLOURS[kind] for kind, name in KIND_NAMES.items() if kind in kinds}
     channels = {event.channel for event in events}
     named |= {name: colour for channel, (colour, name) in OTHERS.items() if channel in channels}
     handles = [Patch(color=colour, label=name) for name, colour in named.items()]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    notes = ["lighter: every\nsecond stage"] if every_second_stage(timeline) else []
+    notes += ["thin lanes: links,\nup above down"] if lanes is WITH_TRANSFERS else []
+    legend = figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(notes))
+    legend.get_title().set(fontsize="small", fontstyle="italic")
     figure.savefig(path, dpi=150)
 
 
-def _draw_boxes(axes: Any, events: list[Event], lanes: dict[str, Lane], timeline: Timeline, scale: float) -> None:
+def _draw_boxes(
+    axes: Any, events: list[Event], lanes: dict[str, Lane], timeline: Timeline, scale: float, *, lettered: bool
+) -> None:
     lighter = every_second_stage(timeline)
     first = min((event.start_s for event in events), default=0.0)
     last = max((event.end_s for event in events), default=0.0)
@@ -91,13 +103,14 @@ def _draw_boxes(axes: Any, events: list[Event], lanes: dict[str, Lane], timeline
         start, width = float(event.start_s - first) * scale, float(event.end_s - event.start_s) * scale
         if event.channel == "compute":
             text, colour = str(event.task), (LIGHTER if event.task in lighter else COLOURS)[event.task.kind]
-            if 120 * width > (len(text) + 1) * float(last - first) * scale:  # a line has room for some 120 letters
+            # a line has room for some 160 letters
+            if lettered and 160 * width > (len(text) + 1) * float(last - first) * scale:
                 middle = start + width / 2, row + lanes["compute"].middle
                 axes.text(*middle, text, ha="center", va="center", fontsize=7)
         else:
             colour, _ = OTHERS[event.channel]
         boxes[row, event.channel, colour].append((start, width))
     for (row, channel, colour), own in boxes.items():
-        edge = 0.5 if channel == "compute" and len(own) < 300 else 0.0  # more edges would hide the boxes
+        edge = 0.5 if channel == "compute" and len(own) < 80 else 0.0  # more edges would hide the boxes
         lane = lanes[channel]
         axes.broken_barh(own, (row + lane.top, lane.height), facecolors=colour, edgecolor="white", linewidth=edge)

@@ -20,7 +20,8 @@ def gantt(timeline: Timeline, width: int = 80) -> Text:
     r"""Returns a chart with one line a worker, `width` columns wide; `print` shows it plainly, rich in colour.
 
     A letter is the kind of task that fills most of a column's time; its case changes where the worker goes on to
-    another stage. A dot is a worker that is idle for most of it. Raises OptionsError for fewer than 40 columns.
+    another stage. A dot is a worker that is idle for most of it. Time begins with the first task or transfer, in the
+    timeline's unit. Raises OptionsError for fewer than 40 columns.
 
     >>> from rpfunc.plan.costs import StageCost
     >>> from rpfunc.schedule import Schedule, simulate
@@ -44,7 +45,8 @@ def gantt(timeline: Timeline, width: int = 80) -> Text:
         for letter, same in groupby(row):
             chart.append("".join(same), STYLES[letter.upper()])
         chart.append("\n")
-    first, last = (f"{float(time):.4g}" for time in timeline.window_s)
+    start, end = map(float, timeline.window_s)
+    first, last = "0", f"{end - start:.4g}"
     idle = f"idle {float(timeline.bubble):.1%}".center(width - margin - len(first) - len(last))
     chart.append(f"{'':{margin}}{first}{idle}{last}\n")
     shown = {letter.upper() for row in rows for letter in row}

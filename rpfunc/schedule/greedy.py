@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.costs import StageCosts
-from rpfunc.schedule.building import check_workers
+from rpfunc.plan.costs import StageCosts, cost_problems
+from rpfunc.schedule.building import check_size
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Workload
 
@@ -32,11 +32,14 @@ def greedy(work: Workload, num_workers: int, costs: StageCosts) -> Schedule:
     0F0 1X0 1X1 1X2 0B2
     0F1 0F2 0B0 0B1
     """
-    check_workers("greedy", num_workers)
+    check_size("greedy", work, num_workers)
     tasks = work.tasks
-    lacking = sorted({(task.kind, task.stage) for task in tasks} - costs.keys())
-    if lacking:
-        raise ScheduleError(f"greedy: costs lack {', '.join(f'{stage}{kind}' for kind, stage in lacking)}")
+    slots = {(task.kind, task.stage) for task in tasks}
+    lacking = ", ".join(f"{stage}{kind}" for kind, stage in sorted(slots - costs.keys()))
+    problems = [f"costs lack {lacking}"] if lacking else []
+    problems += [f"cost of {problem}" for problem in cost_problems(costs, slots)]
+    if problems:
+        raise ScheduleError.listing("greedy", problems)
     followers = _followers(work, tasks)
     waits = Counter(node for nodes in followers.values() for node in nodes)
     paths = _longest_paths(tasks, followers, waits, costs)
@@ -71,12 +74,15 @@ def greedy(work: Workload, num_workers: int, costs: StageCosts) -> Schedule:
 def _followers(work: Workload, tasks: Sequence[Task]) -> dict[Node, list[Node]]:
     """Returns for each task and awaited update what has to wait for it."""
     followers: dict[Node, list[Node]] = {task: [] for task in tasks}
+    awaited = range(work.num_iterations - 1 - work.staleness)
+    # updates happen in order, even where the gradients of a later one are there first
+    followers |= {update: [update + 1] if update + 1 in awaited else [] for update in awaited}
     for task in tasks:
         for need in work.dependencies(task):
             followers[need].append(task)
         update = work.awaited_update(task)
         if update is not None:
-            followers.setdefault(update, []).append(task)
+            followers[update].append(task)
     for task in tasks:
         if work.iteration(task) in followers:
             followers[task].append(work.iteration(task))

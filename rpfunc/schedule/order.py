@@ -170,6 +170,8 @@ def _early_fault(standing: Standing, found: _Early) -> Fault:
     (worker, place), (_, late_place) = places = standing.place(task), standing.place(late)
     if update is not None:
         why = f"{task} awaits {Update(update)}, which needs {late}"
+    elif late.stage == task.stage and standing.work.iteration(late) != standing.work.iteration(task):
+        why = f"the gradients of iteration {standing.work.iteration(late)} go into the same buffer"
     elif late.stage == task.stage and late.microbatch != task.microbatch:
         why = "gradients are summed in microbatch order"
     else:

@@ -25,6 +25,7 @@ class Report:
     waits             part of it between tasks (slots that are not alike, dependencies, updates), likewise
     stalls            part of it that would not be there if transfers took no time
     peak_bytes        of each worker, see `rpfunc.schedule.peaks`
+    over_memory       the workers whose peak passes the hardware's `memory_bytes`
     uploaded_bytes    by all workers, from the host
     downloaded_bytes  by all workers, to the host
     """
@@ -35,6 +36,7 @@ class Report:
     waits: float
     stalls: float
     peak_bytes: tuple[float, ...]
+    over_memory: tuple[int, ...]
     uploaded_bytes: float
     downloaded_bytes: float
 
@@ -71,13 +73,15 @@ def report(
     stalls = time - _available(free)
     moved = [costs[task.kind, task.stage] for task in schedule.tasks]
     weights = [] if resident else runs(schedule, costs, work)
+    peaks = peak_bytes(timeline, schedule, costs, work, resident)
     return Report(
         makespan=timeline.makespan_s,
         bubble=timeline.bubble,
         fill_drain=idle_at_ends / time if time else 0.0,
         waits=idle_between / time if time else 0.0,
         stalls=stalls / time if time else 0.0,
-        peak_bytes=peak_bytes(timeline, schedule, costs, work, resident),
+        peak_bytes=peaks,
+        over_memory=tuple(worker for worker, peak in enumerate(peaks) if peak > hardware.memory_bytes),
         uploaded_bytes=sum(cost.input_bytes for cost in moved) + sum(run.parameter_bytes for run in weights),
         downloaded_bytes=sum(cost.output_bytes for cost in moved) + sum(run.gradient_bytes for run in weights),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rpfunc.errors import PlanError
-from rpfunc.plan.costs import StageCosts
+from rpfunc.plan.costs import StageCosts, cost_problems
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import HOST, Event, Timeline
@@ -29,6 +29,7 @@ def simulate(
     of an iteration runs on the host, once the update before and all gradients of the iteration are there. Without
     `work`, the schedule is taken for one iteration. Times have the unit of the costs, and their type: integers and
     fractions stay exact. Events come worker by worker, in order of time; updates last.
+    Memory is not looked at: `report` says which workers pass the hardware's.
     Cost: O(tasks). Raises ScheduleError as `validate` does, PlanError for a stage without costs.
 
     >>> from rpfunc.plan.costs import StageCost
@@ -108,12 +109,14 @@ def _check(schedule: Schedule, costs: StageCosts, work: Workload) -> None:
     tasks = schedule.tasks
     counts = Counter((kind, stage) for stage, kind, _ in tasks)
     total = work.all_microbatches.stop
-    if work.halved:
-        complete = set(tasks) == set(work.tasks)
+    if work.halved:  # counted first: a wrong number may ask for more tasks than memory holds
+        complete = len(tasks) == work.num_tasks and set(tasks) == set(work.tasks)
     else:
         complete = counts == dict.fromkeys(work.slots, total) and max(m for _, _, m in tasks) < total
     if not complete or len(set(tasks)) < len(tasks):
         validate(schedule, work)  # which says what is wrong
     missing = sorted(counts.keys() - costs.keys(), key=lambda slot: (slot[1], slot[0]))
-    if missing:
-        raise PlanError.listing("costs", [f"{slot} is missing, tasks that need it: {counts[slot]}" for slot in missing])
+    problems = [f"{slot} is missing, tasks that need it: {counts[slot]}" for slot in missing]
+    problems += cost_problems(costs, counts)
+    if problems:
+        raise PlanError.listing("costs", problems)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rpfunc.errors import ScheduleError
-from rpfunc.schedule.building import check_workers, even_runs, run_of
+from rpfunc.plan.checks import is_whole, shown
+from rpfunc.schedule.building import check_size, even_runs, run_of
 from rpfunc.schedule.round_robin import deal
 from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.workload import Slot, Workload
@@ -28,7 +29,7 @@ def split_dispatch(
     0F0 0F1 0F2 0F3 1X2 1X3
     1X0 1X1 0B0 0B1 0B2 0B3
     """
-    check_workers("split_dispatch", num_workers)
+    check_size("split_dispatch", work, num_workers)
     cards_of = _ways_of_slots(work, ways)
     return deal(
         (
@@ -45,6 +46,10 @@ def split_dispatch(
 def _ways_of_slots(work: Workload, ways: Sequence[int] | Mapping[Slot, int]) -> dict[Slot, int]:
     """Returns the cards of each slot, in the slots' order. Raises ScheduleError listing all that cannot be."""
     problems = []
+    if not isinstance(ways, Mapping | Sequence):
+        raise ScheduleError(
+            f"split_dispatch: ways is {shown(ways)}, it must be numbers, or a mapping from slots to them"
+        )
     if isinstance(ways, Mapping):
         problems += [
             f"ways has {kind}, {stage}, which is no slot" for kind, stage in sorted(ways.keys() - set(work.slots))
@@ -55,9 +60,10 @@ def _ways_of_slots(work: Workload, ways: Sequence[int] | Mapping[Slot, int]) -> 
             problems.append(f"ways has {len(ways)} numbers, there are {len(work.slots)} slots")
         cards = dict(zip(work.slots, ways, strict=False))
     problems += [
-        f"slot {stage}{kind} in {number} ways, it must be 1 to {work.num_microbatches}, the number of microbatches"
+        f"slot {stage}{kind} in {shown(number)} ways, it must be 1 to {work.num_microbatches}, the number of "
+        "microbatches"
         for (kind, stage), number in cards.items()
-        if not 1 <= number <= work.num_microbatches
+        if not (is_whole(number) and 1 <= number <= work.num_microbatches)
     ]
     if not problems:
         summed = {slot: number for slot, number in cards.items() if slot[0] in "XB" and number > 1}

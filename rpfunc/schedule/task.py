@@ -63,10 +63,11 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """Returns the schedule with one line a worker, tasks apart by spaces; an empty line is an idle worker.
 
+        The last line may end, as lines of a file do: `print` ends it where the last worker is idle.
         Raises ScheduleError naming line and place of every word that is no task; both count from 1.
         """
         workers, problems = [], []
-        for number, line in enumerate(text.split("\n"), start=1):
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
             tasks = []
             for place, word in enumerate(line.split(), start=1):
                 try:
@@ -79,7 +80,8 @@ class Schedule:
         return cls(tuple(workers))
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, tasks)) for tasks in self.workers)
+        lines = "\n".join(" ".join(map(str, tasks)) for tasks in self.workers)
+        return lines if self.workers[-1] else lines + "\n"
 
     @property
     def tasks(self) -> list[Task]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from rpfunc.errors import ScheduleError
 from rpfunc.schedule.task import Schedule, Task, refusal
 
-COMPUTE = re.compile(r"\d+[FIWB]\d+")
+COMPUTE = re.compile(r"[0-9]{1,18}[FIWB][0-9]{1,18}")
 OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-IMPLIED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+IMPLIED = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 """Actions that follow from the tasks and their order."""
 
 
@@ -22,14 +22,16 @@ def load_csv(source: str | Path) -> Schedule:
     Both its formats are read: computation alone, where an empty cell is a bubble, and with communication. Sends,
     receives, UNSHARD, RESHARD and REDUCE_GRAD are left out, since they follow from the tasks. Two tasks that torch
     overlaps, `(0F1;1B0)OVERLAP_F_B`, become two tasks in that order. A row without tasks is a worker without work.
-    Raises ScheduleError naming row and cell, from 1, of everything that is no action.
+    Raises ScheduleError for a file that cannot be read, and naming row and cell, from 1, of all that is no action.
     Source: torch 2.13, torch/distributed/pipelining/schedules.py.
 
     >>> print(load_csv("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,1REDUCE_GRAD\n"))
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    text = _read(source) if isinstance(source, Path) else source
+    if not {*",\n"} & {*text} and (text.endswith(".csv") or {*"/\\"} & {*text}):
+        raise ScheduleError(f"torch CSV: {text!r:.60} looks like a file; for its rows give a pathlib.Path")
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
@@ -69,6 +71,15 @@ def dump_csv(schedule: Schedule) -> str:
             "does not know; a plan without a fused stage, as Plan.symmetric has it, would do"
         )
     return "".join(",".join(map(str, tasks)) + "\n" for tasks in schedule.workers)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"torch CSV: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"torch CSV: {path} is no UTF-8 text: {error}") from error
 
 
 def _words(cell: str) -> list[str] | None:

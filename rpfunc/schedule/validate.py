@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from rpfunc.errors import ScheduleError
+from rpfunc.plan.checks import count_problems
 from rpfunc.schedule.grid import Fault, Faults, Place, grid
+from rpfunc.schedule.missing import missing_faults, slot_of
 from rpfunc.schedule.order import Standing, order_faults
 from rpfunc.schedule.task import MOST_SHOWN, Schedule, Task, listing
-from rpfunc.schedule.workload import Slot, Workload
+from rpfunc.schedule.workload import Workload
 
 
 def validate(schedule: Schedule, work: Workload, *, bound: bool = False, in_flight: int | None = None) -> None:
@@ -35,8 +36,9 @@ def validate(schedule: Schedule, work: Workload, *, bound: bool = False, in_flig
     rpfunc.errors.ScheduleError: schedule: worker 0 has 0B1 (place 2) before 0F1 (place 3): 0B1 needs 0F1
     worker 0:  0F0   0B0  >0B1< >0F1<
     """
-    if in_flight is not None and in_flight < 1:
-        raise ScheduleError(f"validate: in_flight is {in_flight}, it must be at least 1")
+    problems = [] if in_flight is None else count_problems({"in_flight": in_flight})
+    if problems:
+        raise ScheduleError.listing("validate", problems)
     work = halved_as(schedule, work)
     standing, incomplete = _stand(schedule, work)
     kinds = [*incomplete, *order_faults(standing)]
@@ -73,14 +75,8 @@ def _stand(schedule: Schedule, work: Workload) -> tuple[Standing, list[Faults]]:
                 again.setdefault(task, [first[task]]).append(here)
     part_of = _part_of(work)
     foreign = [task for task in first if not part_of(task)]
-    # missing tasks are counted, not made: a wrong number of microbatches may ask for more than memory holds
-    num_halved = sum(part_of(Task(stage, "I", m)) for stage, m in work.halved)
-    num_missing = len(work.slots) * work.all_microbatches.stop + num_halved - (len(first) - len(foreign))
-    slots = (Task(stage, kind, m) for kind, stage in work.slots for m in work.all_microbatches)
-    parts = (slot._replace(kind=part) for slot in slots for part in ("BIW" if slot.kind == "B" else slot.kind))
-    missing = islice((task for task in parts if part_of(task) and task not in first), min(num_missing, MOST_SHOWN))
     faults = [
-        Faults([Fault(_missing(task, first), []) for task in missing], num_missing),
+        missing_faults(work, first) if len(first) - len(foreign) < work.num_tasks else Faults([], 0),
         Faults.of(list(again), lambda task: Fault(_repeated(task, again[task]), again[task])),
         Faults.of(foreign, lambda task: Fault(_foreign(task, work, first), [first[task]])),
     ]
@@ -101,20 +97,11 @@ def _part_of(work: Workload) -> Callable[[Task], bool]:
 
     def part_of(task: Task) -> bool:
         stage, kind, m = task
-        if m not in microbatches or _slot(task) not in slots:
+        if m not in microbatches or slot_of(task) not in slots:
             return False
         return kind in "FX" or (kind in "IW") == ((stage, m) in halved)
 
     return part_of
-
-
-def _slot(task: Task) -> Slot:
-    return "B" if task.kind in "IW" else task.kind, task.stage
-
-
-def _missing(task: Task, found: Collection[Task]) -> str:
-    other = task._replace(kind={"I": "W", "W": "I"}.get(task.kind, task.kind))
-    return f"{task} is missing" + (f", the other half of {other}" if other in found else "")
 
 
 def _repeated(task: Task, found: Sequence[Place]) -> str:
@@ -125,7 +112,7 @@ def _repeated(task: Task, found: Sequence[Place]) -> str:
 def _foreign(task: Task, work: Workload, found: Collection[Task]) -> str:
     stage, _, m = task
     reasons = []
-    if _slot(task) not in work.slots:
+    if slot_of(task) not in work.slots:
         stages = {kind: [stage for other, stage in work.slots if other == kind] for kind in "FXB"}
         reasons.append("its stages are " + ", ".join(f"{kind} {_numbers(own)}" for kind, own in stages.items() if own))
     if m not in work.all_microbatches:

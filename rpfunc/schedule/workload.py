@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from rpfunc.errors import ScheduleError
+from rpfunc.plan.checks import count_problems, is_whole, shown
 from rpfunc.schedule.task import Schedule, Task
 
 Slot = tuple[str, int]
@@ -44,15 +46,16 @@ class Workload:
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("num_microbatches", "num_blocks", "num_iterations")}
-        problems = [f"{name} is {count}, it must be at least 1" for name, count in counts.items() if count < 1]
-        if self.num_blocks > self.num_microbatches >= 1:
+        problems = count_problems(counts)
+        if not problems and self.num_blocks > self.num_microbatches:
             problems.append(
                 f"num_blocks is {self.num_blocks}, there are {self.num_microbatches} microbatches to divide"
             )
         if self.staleness not in (0, 1):
-            problems.append(f"staleness is {self.staleness}, it must be 0 or 1")
-        if not self.slots:
-            problems.append("has no slot, needs at least one")
+            problems.append(f"staleness is {shown(self.staleness)}, it must be 0 or 1")
+        problems += _slot_problems(self.slots)
+        if not (isinstance(self.halved, Set) and all(map(_is_pair, self.halved))):
+            problems.append(f"halved is {shown(self.halved)}, it must be a set of (stage, microbatch)")
         if problems:
             raise ScheduleError.listing("workload", problems)
 
@@ -78,6 +81,13 @@ class Workload:
         return range(self.num_microbatches * self.num_iterations)
 
     @property
+    def num_tasks(self) -> int:
+        """How many tasks there are, which are not made for it."""
+        backward, microbatches = {stage for kind, stage in self.slots if kind == "B"}, self.all_microbatches
+        in_two = sum(stage in backward and m in microbatches for stage, m in self.halved)
+        return len(self.slots) * microbatches.stop + in_two
+
+    @property
     def tasks(self) -> list[Task]:
         """Every task, slot by slot."""
         return [
@@ -90,7 +100,7 @@ class Workload:
     @cached_property
     def block_starts(self) -> tuple[int, ...]:
         """The first microbatch of each block of an iteration."""
-        size, larger = divmod(self.num_microbatches, self.num_blocks)
+        size, larger = self._block_size
         return tuple(block * size + min(block, larger) for block in range(self.num_blocks))
 
     def iteration(self, task: Task) -> int:
@@ -102,7 +112,11 @@ class Workload:
 
         A task needs its microbatch's slot before; a backward task that is the one that hands it its cotangent. W needs
         its I. Tasks that write gradients follow the same stage's task of the microbatch before in their block, since
-        sums run in microbatch order (so that no schedule changes a bit).
+        sums run in microbatch order (so that no schedule changes a bit). The first of a block follows the last of the
+        same block in the iteration before: the sum goes into the same buffer, which the optimizer takes as soon as it
+        is complete, whether or not the update before has ended. Without staleness that follows from the update that
+        the iteration awaits; with it, only where each slot goes to one worker in turn and there are no fewer slots than
+        workers, as in `round_robin`: of what lies between, something stands behind the slot on its own worker.
         """
         stage, kind, m = task
         if kind == "W":
@@ -110,9 +124,9 @@ class Workload:
         else:
             before = self._before.get(("B" if kind == "I" else kind, stage))
             needed = [] if before is None else [Task(before[1], self._part(before, m, "I"), m)]
-        if kind in "XBW" and m % self.num_microbatches not in self.block_starts:
+        if kind in "XBW" and (summed := self._summed_before(m)) >= 0:
             slot = ("X" if kind == "X" else "B", stage)
-            needed.append(Task(stage, self._part(slot, m - 1, "W"), m - 1))
+            needed.append(Task(stage, self._part(slot, summed, "W"), summed))
         return needed
 
     def awaited_update(self, task: Task) -> int | None:
@@ -123,6 +137,21 @@ class Workload:
         iteration = self.iteration(task) - 1 - self.staleness
         return iteration if iteration >= 0 and (task.kind, task.stage) == self.slots[0] else None
 
+    def _summed_before(self, m: int) -> int:
+        """Returns the microbatch whose gradients go into the same buffer before those of m; below 0 for none."""
+        size, larger = self._block_size
+        place = m % self.num_microbatches
+        if place < larger * (size + 1):
+            size, inside = size + 1, place % (size + 1)
+        else:
+            inside = (place - larger) % size
+        return m - 1 if inside else m - self.num_microbatches + size - 1
+
+    @cached_property
+    def _block_size(self) -> tuple[int, int]:
+        """The microbatches of a block, and how many blocks have one more."""
+        return divmod(self.num_microbatches, self.num_blocks)
+
     @cached_property
     def _before(self) -> dict[Slot, Slot]:
         return dict(zip(self.slots[1:], self.slots[:-1], strict=True))
@@ -130,3 +159,23 @@ class Workload:
     def _part(self, slot: Slot, m: int, part: str) -> str:
         """Returns the kind of the task that does `part` (I or W) of a slot for microbatch m."""
         return part if slot[0] == "B" and (slot[1], m) in self.halved else slot[0]
+
+
+def _slot_problems(slots: Any) -> list[str]:
+    """Returns what keeps `slots` from being (kind, stage), each once."""
+    if not isinstance(slots, Collection) or isinstance(slots, str):
+        return [f"slots is {shown(slots)}, it must be a sequence of (kind, stage)"]
+    problems = [] if slots else ["has no slot, needs at least one"]
+    seen = set()
+    for place, slot in enumerate(slots):
+        if not (_is_pair(slot) and slot[0] in ("F", "X", "B") and is_whole(slot[1]) and slot[1] >= 0):
+            problems.append(f"slot {place} is {shown(slot)}, it must be a kind, F, X or B, and a stage from 0 on")
+        elif slot in seen:
+            problems.append(f"slot {place} is {shown(slot)}, which is there already")
+        else:
+            seen.add(slot)
+    return problems
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2

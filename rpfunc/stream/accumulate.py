@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from rpfunc.model import Flat, accumulator_dtype
 from rpfunc.stream.few_rows import LARGE
 from rpfunc.stream.flat import accumulate, floating, vjp
+from rpfunc.stream.transforms import running_transforms
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A way to compute `F.linear`."""
@@ -36,11 +37,13 @@ def vjp_into(
 
     As `vjp` and `accumulate`; of leaves of `params` with `large` elements or more, the products that `F.linear` and
     `F.embedding` contribute are added in place; `linear` computes the former forward. The pullback may be called once.
+    Complex leaves, and products inside a transform of torch.func (vmap, jvp, grad), are left to torch.
     Source: own.
     """
     leaves, _ = floating(params)
     sums: _Sums | None = None
-    if all(leaf.numel() < large for leaf in leaves) or torch.is_autocast_enabled(leaves[0].device.type):
+    plain = all(leaf.numel() < large for leaf in leaves) or torch.is_autocast_enabled(leaves[0].device.type)
+    if plain or running_transforms():
         output, pull = vjp(function, params, *others)
     else:
         sums = running = _Sums(leaves)
@@ -109,10 +112,15 @@ class _AddingProducts(TorchFunctionMode):
 
     def __init__(self, sums: _Sums, leaves: Flat, large: int, linear: Linear) -> None:
         self._sums, self._linear = sums, linear
-        self._places = {id(leaf): place for place, leaf in enumerate(leaves) if leaf.numel() >= large}
+        self._places = {
+            id(leaf): place for place, leaf in enumerate(leaves) if leaf.numel() >= large and leaf.is_floating_point()
+        }
+        self._outside = running_transforms()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._places.get(id(args[1])) if len(args) > 1 and function in (F.linear, F.embedding) else None
+        if place is not None and running_transforms() != self._outside:
+            place = None  # what comes back through a further transform is no gradient of this function
         if place is not None and function is F.linear and len(args) + len(kwargs or {}) <= 3:
             bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
             return _Linear.apply(args[0], args[1], bias, self._sums, place, self._linear)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rpfunc.errors import ModelError
+from rpfunc.stream.attention_checks import misfits
 from rpfunc.stream.split_attention import can_split, split_attention
 
 BLOCK = 512
@@ -40,15 +41,22 @@ def attend(
       window             the row is one of the last `window` up to its own, which counts
       query/key_segments the row is of the same segment (packed documents; give both)
       visible            the row is visible at all (padding is not)
-    A query that sees nothing gets zeros, and gives none but zero gradients. scale: 1 / sqrt(size) by default.
+    A query that sees nothing gets zeros, and gives none but zero gradients; what is not `visible` may hold anything,
+    nan and inf too. scale, above 0: 1 / sqrt(size) by default.
     soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118). sinks: a further score for
     each head that takes part in the softmax and has no value (GPT-OSS).
 
     Keys that no query of a block may see, before the window or after the block, cost nothing. With sinks or soft_cap
-    a block's scores exist at once, else never. Raises ModelError listing what does not fit.
+    a block's scores exist at once, else never. Raises ModelError listing all that does not fit.
     """
+    problems = misfits(query, key, value, causal, window, query_segments, key_segments, visible, sinks, soft_cap, scale)
+    if problems:
+        raise ModelError.listing("attend", problems)
     num_queries, num_keys = query.shape[1], key.shape[1]
-    _check(query, key, value, causal, window, query_segments is None, key_segments is None)
+    if not query.shape[0] or not num_queries or not num_keys or not value.shape[-1]:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])  # kernels divide by some of these numbers
+    if visible is not None:  # a weight of 0 does not undo a nan
+        key, value = (part.masked_fill(~visible[..., None, None], 0.0) for part in (key, value))
     if window == 1 and key_segments is None and visible is None and sinks is None:
         # a softmax of one score is 1, and its gradient is zero: kernels leave what rounding makes of it
         return repeat(
@@ -166,21 +174,3 @@ def _softmax_attention(
     if nothing is not None:
         output = output.where(~nothing, 0.0)
     return rearrange(output, "b h g t d -> b t (h g) d")
-
-
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None, no_query: bool, no_key: bool
-) -> None:
-    problems = []
-    if query.shape[2] % key.shape[2]:
-        problems.append(f"{query.shape[2]} query heads are no multiple of {key.shape[2]} key heads")
-    if key.shape[:3] != value.shape[:3]:
-        problems.append(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ before the last dimension")
-    if (causal or window is not None) and query.shape[1] > key.shape[1]:
-        problems.append(f"{query.shape[1]} queries cannot be the last rows of {key.shape[1]} keys")
-    if window is not None and (window < 1 or not causal):
-        problems.append(f"window is {window} with causal={causal}; a window is at least 1 row and needs causal=True")
-    if no_query != no_key:
-        problems.append("query_segments and key_segments must be given together")
-    if problems:
-        raise ModelError.listing("attend", problems)

@@ -31,6 +31,7 @@ class Bidirectional:
         for start, stop in spans(batch.num_rows, chunk):
             part = self.rows(params, rows(x, start, stop), kv, batch.rows(start, stop))
             output = write(output, part, start, stop, batch.num_rows)
+            del part
         return output
 
     def backward(
@@ -52,6 +53,7 @@ class Bidirectional:
             for place, part in zip(dkv, dseen, strict=True):
                 place.add_(part)
             dx = overwrite(dx, cotangent, dx_rows, start, stop, batch.num_rows)
+            del pull, dy, dseen, dx_rows  # or these would live beside the next chunk's
         for start, stop in pieces:
             piece = batch.rows(start, stop)
             left, pull = vjp_into(
@@ -62,6 +64,7 @@ class Bidirectional:
             grads, (dx_rows,) = pull(dleft, grads)
             for place, part in zip(dx or (), dx_rows, strict=True):
                 place[:, start:stop].add_(part)
+            del left, pull, kinds, dleft, dx_rows
         return dx or (), grads or ()
 
     def precompose(self, function: Callable[[Any], Any]) -> Bidirectional:
@@ -76,4 +79,5 @@ class Bidirectional:
         for start, stop in spans(batch.num_rows, chunk):
             part = self.kv(params, rows(x, start, stop), batch.rows(start, stop))
             kv = write(kv, part, start, stop, batch.num_rows)
+            del part
         return kv

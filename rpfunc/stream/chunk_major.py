@@ -15,7 +15,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import PlanError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
+from rpfunc.stream.flat import contiguous, floating, overwrite, own, rows, spans, write
 from rpfunc.stream.form import Stepping
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.memory import Memory
@@ -78,6 +78,7 @@ def chunk_backward(
         _, pullbacks = stage.linearize(rows(x, start, stop), start, stop)
         dx_rows = stage.transpose(pullbacks, rows(cotangent, start, stop), updated)
         dx = overwrite(dx, cotangent, dx_rows, start, stop, batch.num_rows)
+        del dx_rows
     return dx or (), updated
 
 
@@ -124,6 +125,7 @@ def chunk_fused(
         del value
         sum_of_scores = part if sum_of_scores is None else sum_of_scores + part
         dx = write(dx, own(stage.transpose(pullbacks, dy, updated)), start, stop, batch.num_rows)
+        del dy  # or it would live beside the next chunk's residuals
     assert sum_of_scores is not None
     return objective.loss(sum_of_scores, batch, total), dx or (), updated
 
@@ -142,7 +144,7 @@ class _Stage:
     def step(self, index: int, x: Any, start: int, stop: int) -> Any:
         """Returns a layer's output of one chunk, keeping what the chunk leaves."""
         form, memory, piece = self.forms[index], self.memories[index], self.batch.rows(start, stop)
-        return form.advance(self.selected[index], x, piece, memory, start, stop, self.batch.num_rows)
+        return contiguous(form.advance(self.selected[index], x, piece, memory, start, stop, self.batch.num_rows))
 
     def fill(self, x: Any) -> None:
         """Runs every chunk that later ones read, up to what the last layer leaves."""
@@ -159,12 +161,13 @@ class _Stage:
         """Returns the stage's output of one chunk and the pullback of each layer."""
         pullbacks, piece = [], self.batch.rows(start, stop)
         for form, selected, memory in zip(self.forms, self.selected, self.memories, strict=True):
-            x, pullback = form.linearize_step(selected, x, piece, memory, start, stop)
+            x, pullback = form.linearize_step(selected, contiguous(x), piece, memory, start, stop)
             pullbacks.append(pullback)
-        return x, pullbacks
+        return contiguous(x), pullbacks
 
     def transpose(self, pullbacks: list[Any], cotangent: Flat, grads: dict[str, Flat]) -> Flat:
         """Returns dx of one chunk; adds to `grads`, empties `pullbacks`."""
         for layer in reversed(self.layers):
-            cotangent, grads[layer.name] = pullbacks.pop()(cotangent, grads.get(layer.name))
+            dx, grads[layer.name] = pullbacks.pop()(cotangent, grads.get(layer.name))
+            cotangent = contiguous(dx)
         return cotangent

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from rpfunc.stream.transforms import running_transforms
+
 LARGE = 1 << 20
 """Elements of a weight from which its products are treated apart; below, what that saves is less than it costs."""
 
@@ -51,7 +53,9 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _is_worth_it(x: Tensor | None = None, weight: Tensor | None = None) -> bool:
     if x is None or weight is None or not weight.is_cpu or weight.dim() != 2 or weight.numel() < LARGE:
         return False
-    return 0 < x.numel() <= FEW_ROWS * x.shape[-1] and not torch.is_autocast_enabled("cpu")
+    if not 0 < x.numel() <= FEW_ROWS * x.shape[-1] or weight.is_complex() or torch.is_autocast_enabled("cpu"):
+        return False
+    return all(transform == "Grad" for transform in running_transforms())  # it has no rule for vmap or jvp
 
 
 class _Linear(Function):

@@ -1,4 +1,4 @@
-"""Vector-Jacobian products over the floating-point leaves of pytrees, and who owns the tensors they return."""
+"""Vector-Jacobian products over the differentiable leaves of pytrees, and who owns the tensors they return."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rpfunc.model import Flat, accumulator_dtype
 
 
 def floating(structured: Any) -> tuple[Flat, Callable[[Flat], Any]]:
-    """Returns the floating-point leaves, and a function that puts others in their place.
+    """Returns the floating-point leaves, complex ones too, and a function that puts others in their place.
 
     Other leaves (ids, masks, frozen parameters) stay as they are: they ride along and have no gradient.
     """
     leaves, structure = tree.flatten(structured)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_inexact(leaf)]
 
     def rebuild(flat: Flat) -> Any:
         filled = list(leaves)
@@ -28,6 +28,20 @@ def floating(structured: Any) -> tuple[Flat, Callable[[Flat], Any]]:
         return tree.unflatten(structure, filled)
 
     return tuple(leaves[place] for place in places), rebuild
+
+
+def is_inexact(leaf: Tensor) -> bool:
+    """Returns whether a leaf has a gradient: floating-point numbers have, complex ones too; integers have not."""
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def contiguous(structured: Any) -> Any:
+    """Returns the tree with its tensors contiguous: themselves where they are so.
+
+    What passes from layer to layer does, in both directions. Kernels sum in an order that depends on strides, and what
+    crosses a stage's border is contiguous: so it is inside a stage, and no plan changes a bit.
+    """
+    return tree.map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, structured)
 
 
 def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Flat], tuple[Flat, ...]]]:
@@ -94,13 +108,22 @@ def own(tensors: Flat, foreign: Flat = ()) -> Flat:
     return tuple(owned)
 
 
+class LastTwo(int):
+    """A chunk size of which the last two chunks alone are worked on, in buffers for all rows.
+
+    What comes out is nonsense, what it takes is not: the last chunks see most rows, and no chunk before them finds more
+    in memory than the last but one. For `rpfunc.plan.memory`.
+    """
+
+
 def spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
     """Returns the half-open row ranges of each chunk, the last one possibly shorter.
 
-    >>> spans(7, 3)
-    [(0, 3), (3, 6), (6, 7)]
+    >>> spans(7, 3), spans(100, LastTwo(10))
+    ([(0, 3), (3, 6), (6, 7)], [(80, 90), (90, 100)])
     """
-    return [(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk)]
+    starts = range(0, num_rows, chunk)[-2 if isinstance(chunk, LastTwo) else 0 :]
+    return [(start, min(start + chunk, num_rows)) for start in starts]
 
 
 def rows(structured: Any, start: int, stop: int) -> Any:

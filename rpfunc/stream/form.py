@@ -50,12 +50,13 @@ class Stepping(ABC):
     def forward(self, params: Any, x: Any, batch: Batch, chunk: int, kept: KeptAttention | None = None) -> Any:
         """Returns the output for whole rows, computed `chunk` rows at a time; attention's results go into `kept`."""
         memory, output, num_rows = self.memory(), None, batch.num_rows
-        for start, stop in spans(num_rows, chunk):
+        for start, stop in spans(num_rows, int(chunk) if kept else chunk):  # each chunk adds to `kept`
             with kept.computing(start) if kept else nullcontext():
                 part = self.advance(
                     params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop, num_rows
                 )
             output = write(output, part, start, stop, num_rows)
+            del part  # or it would live beside the next chunk's
         return output
 
     def backward(

@@ -23,11 +23,19 @@ def freeze(model: Model, params: Params, frozen: tree.Mask) -> tuple[Model, Para
 
     Raises TreeError if the mask has something else than booleans, or says nothing of a leaf.
     """
-    leaves, structure = tree.flatten(dict(params))
-    chosen = tree.choices(dict(params), frozen)
-    marked = [Frozen(leaf) if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]
-    layers = tuple(replace(layer, form=layer.form.precompose(_thaw)) for layer in model.layers)
-    return Model(layers), tree.unflatten(structure, marked)
+    params = dict(params)
+    chosen = tree.unflatten(tree.flatten(params)[1], tree.choices(params, frozen))
+    return thawing(model), mark(params, chosen)
+
+
+def thawing(model: Model) -> Model:
+    """Returns the model that takes parameters some of whose leaves are `Frozen`."""
+    return Model(tuple(replace(layer, form=layer.form.precompose(_thaw)) for layer in model.layers))
+
+
+def mark(params: Any, chosen: Any) -> Any:
+    """Returns any part of the parameters with `Frozen` leaves where `chosen`, of the same structure, has True."""
+    return tree.map(lambda leaf, yes: Frozen(leaf) if yes else leaf, params, chosen)
 
 
 def _thaw(params: Any) -> Any:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import ModelError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.few_rows import FewRowsProducts, few_rows_linear
-from rpfunc.stream.flat import own, rows, spans, vjp, write
+from rpfunc.stream.flat import contiguous, own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Streaming
 
@@ -67,9 +68,9 @@ def head_vjp(
             else:
                 dx = write(dx, dx_rows, span[0], span[1], batch.num_rows)
             # not held while the next rows' are computed: each is as large as the head
-            del scores, pull, cotangent
+            del scores, pull, cotangent, dx_rows
         sums.append(_added(parts))
-    return _added(sums), dx or (), grads or ()
+    return _added(sums), contiguous(dx or ()), grads or ()
 
 
 def derivative_of(objective: Objective, batch: Batch, total: Tensor, sums: Callable[[], Tensor]) -> Derivative:
@@ -114,6 +115,8 @@ def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tup
 
 
 def _sum(scores: Tensor) -> Tensor:
+    if scores.is_complex():
+        raise ModelError(f"objective: scores are {scores.dtype}; a loss is real, so scores must be, as in output.real")
     # float64, so that a sum over a long row loses nothing to its length
     return scores.detach().double().sum(dim=1)
 

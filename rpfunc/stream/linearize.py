@@ -8,7 +8,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.attending import Attending
-from rpfunc.stream.flat import own
+from rpfunc.stream.flat import contiguous, own
 from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.streaming import Grads, StagePullback
 
@@ -16,7 +16,8 @@ from rpfunc.stream.streaming import Grads, StagePullback
 def forward(layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | None) -> Any:
     """Returns the layer's output, `chunk` rows at a time (None: all at once)."""
     selected = layer.select(params)
-    return layer.form.full(selected, x, batch) if chunk is None else layer.form.forward(selected, x, batch, chunk)
+    output = layer.form.full(selected, x, batch) if chunk is None else layer.form.forward(selected, x, batch, chunk)
+    return contiguous(output)
 
 
 def linearize(
@@ -41,14 +42,14 @@ def linearize(
 
         def whole(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
             added, (dx,) = pull(cotangent, grads.get(layer.name))
-            return dx, {**grads, layer.name: added}
+            return contiguous(dx), {**grads, layer.name: added}
 
-        return output, whole
+        return contiguous(output), whole
 
     kept = (KeptAttention(),) if keep_attention and with_output and isinstance(layer.form, Attending) else ()
 
     def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
         dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name), *kept)
-        return dx, {**grads, layer.name: added}
+        return contiguous(dx), {**grads, layer.name: added}
 
-    return (layer.form.forward(selected, x, batch, chunk, *kept) if with_output else None), streamed
+    return (contiguous(layer.form.forward(selected, x, batch, chunk, *kept)) if with_output else None), streamed

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from rpfunc.batch import Batch
 from rpfunc.model import Layer, Model, Params
-from rpfunc.objectives.checks import at_least, check_options, logits_problems
+from rpfunc.objectives.checks import check_options, logits_problems
 from rpfunc.objectives.logprob import score_logprob
 from rpfunc.objectives.targets import prepare
 from rpfunc.stream.layer_major import layer_forward
 from rpfunc.stream.opaque import opaque
 from rpfunc.stream.rowwise import RowWise, rowwise
+from rpfunc.stream.streaming import Streaming
 
 
 def logprobs(
@@ -38,8 +39,7 @@ def logprobs(
     temperature, soft_cap: logits become soft_cap · tanh(logits / soft_cap) / temperature first.
     Raises ModelError, BatchError or OptionsError.
     """
-    cuts = [None if chunk is None else at_least("chunk", chunk, 1, 512), at_least("microbatches", microbatches, 1, 1)]
-    check_options("logprobs", cuts + logits_problems(temperature, soft_cap))
+    check_options("logprobs", [*Streaming(chunk).problems(microbatches), *logits_problems(temperature, soft_cap)])
     model.check(params)
     *body, head = model.layers
     score = score_logprob(temperature, soft_cap)

@@ -18,11 +18,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rpfunc.stream.transforms import running_transforms
+
 
 def can_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Returns whether the kernels that report log-sum-exps serve these tensors; `attend` masks where they do not."""
-    sizes_agree = query.shape[-1] == value.shape[-1]
-    return sizes_agree and all(part.device.type == "cpu" and not part.is_complex() for part in (query, key, value))
+    fits = query.shape[-1] == value.shape[-1] and query.is_cpu and query.dtype == key.dtype == value.dtype
+    return fits and all(transform == "Grad" for transform in running_transforms())  # no rule for vmap or jvp
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rpfunc.model import Flat
 
@@ -39,8 +39,8 @@ class Streaming:
         """Rows of the head at a time."""
         return self.chunk if self.head_chunk is None else self.head_chunk
 
-    def problems(self) -> list[str]:
-        """Returns, in words, what cannot work."""
+    def problems(self, microbatches: Any = 1) -> list[str]:
+        """Returns, in words, what cannot work, of the number of microbatches too."""
         sizes = {"chunk": self.chunk, "head_chunk": self.head_chunk}
         problems = [
             f"{name} is {size!r}, it must be at least 1 row (or None for whole rows)"
@@ -55,4 +55,6 @@ class Streaming:
             problems.append(f"keep_attention is {self.keep_attention!r}, it must be a number of layers, at least 0")
         elif self.keep_attention and (self.chunk is None or self.order == "chunk"):
             problems.append("keep_attention is of layers that are recomputed: it needs a chunk and order='layer'")
+        if not isinstance(microbatches, int) or microbatches < 1:
+            problems.append(f"microbatches is {microbatches!r}, it must be at least 1")
         return problems

@@ -33,8 +33,9 @@ def value(
     layer. Equals `value_and_grad`'s loss on the same microbatches and chunks.
     """
     how = Streaming(chunk, head_chunk, order)
-    if how.problems():
-        raise OptionsError.listing("options", how.problems())
+    problems = how.problems(microbatches)
+    if problems:
+        raise OptionsError.listing("options", problems)
     if how.order == "chunk":
         check_stepping(model.layers)
 

@@ -1,6 +1,10 @@
-"""Oracles and Hypothesis strategies for code built on rpfunc; `rpfunc.testing.strategies` needs hypothesis."""
+"""Oracles and Hypothesis strategies for code built on rpfunc.
+
+`assert_streams_objective`, when called, and `rpfunc.testing.strategies` need hypothesis (the `test` extra).
+"""
 
 from rpfunc.testing.layers import assert_streams
+from rpfunc.testing.objectives import assert_streams_objective
 from rpfunc.testing.oracles import (
     assert_close,
     assert_computes,
@@ -15,5 +19,6 @@ __all__ = [
     "assert_equal",
     "assert_equal_bits",
     "assert_streams",
+    "assert_streams_objective",
     "gradient_error",
 ]

@@ -15,8 +15,10 @@ from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError
 from rpfunc.model import Flat, Form, Layer
 from rpfunc.stream import Attending, Bidirectional, Opaque, Recurrent, RowWise
+from rpfunc.stream.flat import is_inexact
+from rpfunc.testing.documents import foreign_document
 from rpfunc.testing.oracles import assert_close, assert_untouched, gradient_error
-from rpfunc.testing.sight import first_rows, knows_rows, offence
+from rpfunc.testing.sight import first_rows, knows_rows, offence, wide
 from rpfunc.testing.ways import Cut, autograd, floats, prefix, ways
 
 TOLERANCE = 1e-10
@@ -41,12 +43,13 @@ def assert_streams(
     chunk                    check one chunk size on the whole batch and nothing else
     tolerance                of `gradient_error`; None: 1e-10, or for a given `chunk` equal values
     draws                    how many cuts are drawn from `seed`: examples, rows (1, too), chunk, microbatches
-    segments                 name of a row leaf (B, T), if the batch has it: rows of different values are different
-                             documents and must not see each other. None: there is no such rule
+    segments                 name of a row leaf (B, T): rows of different values are different documents and must not
+                             see each other. None, or where the batch has no leaf "segments": there is no such rule
 
     In order: the layer writes into no argument, reads nothing but its arguments (two calls agree, the global random
     state stays), and gives finite numbers; no output row depends on an input row that its form, window, segment or
-    example forbids (whole and in chunks of 2 rows); cut in any of the drawn ways, layer by layer and chunk by chunk,
+    example forbids (whole and in chunks of 2 rows; the first few rows, and all rows of all documents); cut in any of
+    the drawn ways, layer by layer and chunk by chunk,
     it gives the output of whole rows and the gradients of x and params by torch.autograd.
     """
     form, name = (layer.form, f"layer {layer.name!r}") if isinstance(layer, Layer) else (layer, _kind(layer))
@@ -55,7 +58,8 @@ def assert_streams(
         _check_cut(name, form, selected, x, batch, Cut(chunk, 1), 0.0 if tolerance is None else tolerance, seed)
         return
     selected, x, batch = tree.map(_double, selected), tree.map(_double, x), batch.map(_double)
-    segments = segments if segments in batch.row else None
+    if segments == "segments" and segments not in batch.row:
+        segments = None
     _check_enough(name, form, batch, segments)
     _check_call(name, form, selected, x, batch)
     _check_sight(name, form, selected, x, batch, segments, seed)
@@ -99,13 +103,18 @@ def _check_cut(name: str, form: Form, params: Any, x: Any, batch: Batch, cut: Cu
 
 def _check_enough(name: str, form: Form, batch: Batch, segments: str | None) -> None:
     problems = []
+    if segments is not None and segments not in batch.row:
+        problems.append(
+            f"segments is {segments!r}, which batch.row lacks; it has {sorted(batch.row)} (None: each example is one "
+            "document)"
+        )
     if batch.num_examples // batch.group_size < 2:
         problems.append(f"batch has {batch.num_examples} examples, {2 * batch.group_size} or more show if they mix")
     if knows_rows(form):
         least = max(3, (form.window or 0) + 1 if isinstance(form, Attending) else 0)
         if batch.num_rows < least:
             problems.append(f"batch has {batch.num_rows} rows, {least} or more show what the form promises")
-        elif segments is not None and not _borders(batch, segments).any():
+        elif segments is not None and segments in batch.row and not _borders(batch, segments).any():
             problems.append(
                 f"batch.row[{segments!r}] has one segment in each of the first {2 * batch.group_size} examples, two "
                 "show if they mix"
@@ -136,6 +145,7 @@ def _check_call(name: str, form: Form, params: Any, x: Any, batch: Batch) -> Non
 
 
 def _check_sight(name: str, form: Form, params: Any, x: Any, batch: Batch, segments: str | None, seed: int) -> None:
+    whole_x, whole = x, batch
     num_examples = 2 * batch.group_size
     num_rows = None
     if knows_rows(form):
@@ -149,6 +159,9 @@ def _check_sight(name: str, form: Form, params: Any, x: Any, batch: Batch, segme
     for how, run in runs.items():
         with _noted(f"{name}{how}"):
             found = offence(form, run, x, batch, segments, seed=seed)
+        if found is None and num_rows is not None and segments is not None:
+            with _noted(f"{name}{how}"):
+                found = foreign_document(form, run, whole_x, whole, segments, seed=seed)
         if found is not None:
             raise AssertionError(f"{name}{how}: {found}")
 
@@ -252,7 +265,7 @@ def _kind(form: Form) -> str:
 
 def _paths(structured: Any) -> list[str]:
     pairs = zip(tree.paths(structured), tree.leaves(structured), strict=True)
-    return [path for path, leaf in pairs if leaf.is_floating_point()]
+    return [path for path, leaf in pairs if is_inexact(leaf)]
 
 
 def _shapes(structured: Any) -> list[torch.Size]:
@@ -260,4 +273,4 @@ def _shapes(structured: Any) -> list[torch.Size]:
 
 
 def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    return wide(leaf) if isinstance(leaf, Tensor) and is_inexact(leaf) else leaf

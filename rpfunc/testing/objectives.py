@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rpfunc import reference, tree
@@ -21,7 +19,6 @@ from rpfunc.runtime import value_and_grad
 from rpfunc.stream import rowwise
 from rpfunc.stream.flat import rows, vjp
 from rpfunc.testing.oracles import assert_close, assert_equal_bits
-from rpfunc.testing.strategies import chunks
 
 GARBAGE = (1e30, -200.0, float("nan"), float("inf"), float("-inf"))
 FINITE = 2
@@ -50,10 +47,16 @@ def assert_streams_objective(
     dense        (output, batch) -> loss (), the formula in plain torch operations, to compare with
 
     The promises: a row's score depends on that row alone; `linear` is true; any chunk and number of microbatches gives
-    the loss and gradients of one plain vjp; labels of -100 take all that stands at their places out of the loss, bit
-    for bit, and out of every count; every floating-point or boolean leaf of the batch has an effect in some draw.
+    the loss and gradients of one plain vjp; where no label leaves a total of 0, loss and gradients are 0; labels of
+    -100 take all that stands at their places out of the loss, bit for bit, and out of every count; every
+    floating-point or boolean leaf of the batch has an effect in some draw.
     Row leaves (B, T, ...) are aligned with tokens, as `rpfunc.objectives.targets` has it.
     """
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+
+    from rpfunc.testing.strategies import chunks
+
     unread: set[tuple[str, str]] = set()
     read: set[tuple[str, str]] = set()
 
@@ -66,7 +69,7 @@ def assert_streams_objective(
         suppress_health_check=list(HealthCheck),
     )
     @given(st.data())
-    def check(data: st.DataObject) -> None:
+    def check(data: Any) -> None:
         num_groups, num_rows = data.draw(st.integers(1, 4), "groups"), data.draw(st.integers(1, 8), "rows")
         seed = data.draw(st.integers(0, 10_000), "seed")
         batch = make_batch(num_groups, num_rows, seed)
@@ -77,6 +80,7 @@ def assert_streams_objective(
         chunk, microbatches = data.draw(chunks(num_rows), "chunk"), data.draw(st.integers(1, 4), "microbatches")
         run = _streamed(objective, microbatches, chunk)
         _check_rows(objective, output, batch)
+        _check_finite(objective, output, batch)
         if objective.linear:
             _check_linear(objective, output, batch)
         plain = _plain(objective)(output, batch)
@@ -126,22 +130,44 @@ def _check_rows(objective: Objective, output: Any, batch: Batch) -> None:
         )
 
 
+def _check_finite(objective: Objective, output: Any, batch: Batch) -> None:
+    sums, loss_at = _loss_of_sums(objective, output, batch)
+    loss, derivative = loss_at(sums)
+    total = float(objective.total(objective.prepare(batch)))
+    found = f"the loss is {loss.item():g} and its derivative by the sums {derivative.flatten().tolist()}"
+    assert total != 0 or (loss == 0 and derivative.isfinite().all()), (
+        f"no label at all in a batch, so `total` is 0: the loss must be 0, its derivative finite, but {found} (0/0 is "
+        "nan: divide by 1 there, as rpfunc.objectives.weighted_mean does)"
+    )
+    assert loss.isfinite() and derivative.isfinite().all(), (
+        f"{found}, of finite sums {sums.flatten().tolist()} and a total of {total:g}; they must be finite"
+    )
+
+
 def _check_linear(objective: Objective, output: Any, batch: Batch) -> None:
+    sums, loss_at = _loss_of_sums(objective, output, batch)
+    _expect(
+        "declared linear, but the derivative of `loss` by the sums changes with the sums",
+        lambda: assert_close(loss_at(sums)[1], loss_at(torch.zeros_like(sums))[1], TOLERANCE),
+    )
+
+
+def _loss_of_sums(
+    objective: Objective, output: Any, batch: Batch
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Returns the whole batch's sums, and a function of them: (loss, its derivative)."""
     prepared = objective.prepare(batch)
     total, sums = objective.total(prepared), objective.score(output, prepared).double().sum(dim=1)
     if objective.statistic is not None:
         constant = {**prepared.constant, "statistic": objective.statistic(sums, prepared)}
         prepared = replace(prepared, constant=constant)
 
-    def derivative(sums: Tensor) -> Tensor:
-        _, pull = vjp(lambda sums: objective.loss(sums, prepared, total), sums)
-        ((cotangent,),) = pull((torch.ones((), dtype=torch.float64),))
-        return cotangent
+    def loss_at(sums: Tensor) -> tuple[Tensor, Tensor]:
+        loss, pull = vjp(lambda sums: objective.loss(sums, prepared, total), sums)
+        ((derivative,),) = pull((torch.ones((), dtype=torch.float64),))
+        return loss, derivative
 
-    _expect(
-        "declared linear, but the derivative of `loss` by the sums changes with the sums",
-        lambda: assert_close(derivative(sums), derivative(torch.zeros_like(sums)), TOLERANCE),
-    )
+    return sums, loss_at
 
 
 def _check_masked_contents(run: Run, output: Any, batch: Batch, generator: torch.Generator) -> None:

@@ -27,8 +27,9 @@ def gradient_error(found: Any, wanted: Any) -> float:
     _assert_same_shapes(found, wanted)
     norms, errors = [], []
     for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-        norms.append(float(other.double().norm()))
-        errors.append(float((one.double() - other.double()).norm()))
+        one, other = (leaf.to(torch.complex128 if leaf.is_complex() else torch.float64) for leaf in (one, other))
+        norms.append(float(other.norm()))
+        errors.append(float((one - other).norm()))
     typical = (sum(norm * norm for norm in norms) / max(len(norms), 1)) ** 0.5
     worst = 0.0
     for norm, error in zip(norms, errors, strict=True):
@@ -111,6 +112,7 @@ def _plain(each: Any) -> Any:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    one, other = (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in (one, other))
     one, other = (leaf.contiguous().view(kinds[leaf.element_size()]) for leaf in (one, other))
     return torch.equal(one, other)
 

@@ -14,6 +14,7 @@ from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.model import Form
 from rpfunc.stream import Attending, Bidirectional, Recurrent, RowWise, Stepping
+from rpfunc.stream.flat import is_inexact
 
 Run = Callable[[Any, Batch], Any]
 """(x, batch) -> output"""
@@ -40,7 +41,7 @@ def offence(form: Form, run: Run, x: Any, batch: Batch, segments: str | None = N
         forbidden = _sees(form, run, x, batch, segments, source, seed) & ~allowed
         if forbidden.any():
             example, row, other, seen = forbidden.nonzero()[0].tolist()
-            return _words(form, example, row, other, seen, source, same, segments)
+            return words(form, example, row, other, seen, source, same, segments)
     return None
 
 
@@ -78,45 +79,50 @@ def _sees(
         for row in range(num_rows):
             place = (example, row) if by_rows else (example,)
             if source == "x":
-                after = run(tree.map(lambda leaf, place=place: _changed(leaf, place, generator), x), batch)
+                after = run(tree.map(lambda leaf, place=place: changed(leaf, place, len(place), generator), x), batch)
             else:
                 leaves = {
                     name: leaf
                     if name == segments
-                    else tree.map(lambda part, place=place: _changed(part, place, generator), leaf)
+                    else tree.map(lambda part, place=place: changed(part, place, len(place), generator), leaf)
                     for name, leaf in batch.row.items()
                 }
                 after = run(x, replace(batch, row=leaves))
-            seen[:, :, example, row] = _differ(before, after, num_examples, num_rows)
+            seen[:, :, example, row] = differ(before, after, num_examples, num_rows)
     return seen
 
 
-def _changed(leaf: Any, place: tuple[int, ...], generator: torch.Generator) -> Any:
-    """Returns the leaf with other values at `place`; integers become others that the leaf has, which are valid."""
-    if not isinstance(leaf, Tensor) or leaf.dim() < len(place):
+def changed(leaf: Any, place: tuple[Any, ...], num_dims: int, generator: torch.Generator) -> Any:
+    """Returns the leaf with other values at `place`, an index into its first dimensions, of which it needs `num_dims`.
+
+    Integers become others that the leaf has, which are valid.
+    """
+    if not isinstance(leaf, Tensor) or leaf.dim() < num_dims:
         return leaf
-    changed, part = leaf.clone(), leaf[place]
-    if leaf.is_floating_point():
-        changed[place] = part + torch.randn(part.shape, generator=generator).to(part)
+    other, part = leaf.clone(), leaf[place]
+    if is_inexact(leaf):
+        noise = torch.randn(part.shape, generator=generator)
+        other[place] = part + (torch.complex(noise, noise) if leaf.is_complex() else noise).to(part)
     elif leaf.dtype == torch.bool:
-        changed[place] = ~part
+        other[place] = ~part
     else:
         values = torch.unique(leaf)
-        changed[place] = values[(torch.searchsorted(values, part) + 1) % len(values)]
-    return changed
+        other[place] = values[(torch.searchsorted(values, part) + 1) % len(values)]
+    return other
 
 
-def _differ(before: Any, after: Any, num_examples: int, num_rows: int) -> Bool[Tensor, "examples rows"]:
+def differ(before: Any, after: Any, num_examples: int, num_rows: int) -> Bool[Tensor, "examples rows"]:
+    """Returns which rows of two outputs differ by more than rounding."""
     differ = torch.zeros(num_examples, num_rows, dtype=torch.bool)
     for one, other in zip(tree.leaves(before), tree.leaves(after), strict=True):
-        one, other = one.detach().double().cpu(), other.detach().double().cpu()
+        one, other = (wide(each).cpu() for each in (one, other))
         largest = max(one.abs().amax(), other.abs().amax()) if one.numel() else torch.ones(())
         moved = ~((one - other).abs() <= ROUNDING * largest)  # a NaN has moved
         differ |= moved.reshape(num_examples, num_rows, -1).any(dim=-1)
     return differ
 
 
-def _words(
+def words(
     form: Form,
     example: int,
     row: int,
@@ -126,6 +132,8 @@ def _words(
     segments: Tensor | None,
     name: str | None,
 ) -> str:
+    """Returns that an output row depends on an input row, and which rule forbids it."""
+
     def reads(output: str, inputs: str) -> str:
         return f"{output} depends on {inputs} ({source}), which it may not see"
 
@@ -157,11 +165,16 @@ def _mask(form: Form) -> str:
 _EXAMPLES = "examples never see each other, since a batch is cut between them"
 
 
+def wide(leaf: Tensor) -> Tensor:
+    """Returns the leaf detached, in float64 or complex128."""
+    return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+
+
 def first_rows(found: Any, wanted: Any, tolerance: float) -> Iterator[tuple[int, int]]:
     """Yields each (example, row) where two outputs (B, T, ...) differ by over `tolerance` times the largest number."""
     for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
         if one.dim() < 2 or not one.numel():
             continue
-        one, other = one.detach().double(), other.detach().double()
+        one, other = wide(one), wide(other)
         moved = ~((one - other).abs() <= tolerance * other.abs().amax())
         yield from map(tuple, moved.reshape(*moved.shape[:2], -1).any(dim=-1).nonzero().tolist())

@@ -13,6 +13,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Form, Layer
 from rpfunc.stream import Stepping
 from rpfunc.stream.chunk_major import chunk_backward, chunk_forward
+from rpfunc.stream.flat import is_inexact
 from rpfunc.stream.linearize import linearize
 from rpfunc.stream.streaming import Streaming
 
@@ -83,8 +84,7 @@ def prefix(x: Any, batch: Batch, num_examples: int, num_rows: int | None) -> tup
 def autograd(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> tuple[Any, list[Tensor], list[Tensor], Any]:
     """Returns form.full's output, the gradients of x and params by torch.autograd, and the cotangent drawn."""
     detached = [
-        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), each)
-        for each in (x, params)
+        tree.map(lambda leaf: leaf.detach().clone().requires_grad_(is_inexact(leaf)), each) for each in (x, params)
     ]
     output = form.full(detached[1], detached[0], batch)
     generator = torch.Generator().manual_seed(seed)
@@ -101,5 +101,5 @@ def autograd(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> tuple[
 
 
 def floats(structured: Any) -> list[Tensor]:
-    """Returns the floating-point leaves."""
-    return [leaf for leaf in tree.leaves(structured) if leaf.is_floating_point()]
+    """Returns the leaves that have a gradient."""
+    return [leaf for leaf in tree.leaves(structured) if is_inexact(leaf)]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -14,19 +13,20 @@ from rpfunc import tree
 from rpfunc.errors import CheckpointError
 from rpfunc.files import replace_file
 from rpfunc.runtime.state import State
+from rpfunc.stream.flat import own
 
 FORMAT = "rpfunc checkpoint 1"
 
 
-def save(path: Path, state: State, notes: Mapping[str, str] | None = None) -> None:
-    """Writes a state, with `notes` (text by name) in the file's header.
+def save(path: Path, state: State, notes: Mapping[str, str] | None = None, *, frozen: tree.Mask | None = None) -> None:
+    """Writes a state, with `notes` (text by name) in the file's header; leaves that `frozen` selects are left out.
 
     The bytes go to a file beside `path`, reach the disk, and then take its name: whenever the process is killed,
     `path` is a whole checkpoint, the last one or this one.
     """
-    trees = _trees(state)
+    trees = _trees(state, frozen)
     tensors = dict(zip(tree.paths(trees), (leaf.detach().cpu() for leaf in tree.leaves(trees)), strict=True))
-    unshared = {name: leaf.clone(memory_format=torch.contiguous_format) for name, leaf in tensors.items()}
+    unshared = dict(zip(tensors, own(tuple(tensors.values())), strict=True))
     header = {**(notes or {}), "format": FORMAT, "step": str(state.step)}
     try:
         replace_file(path, lambda beside: save_file(unshared, beside, metadata=header))
@@ -34,14 +34,16 @@ def save(path: Path, state: State, notes: Mapping[str, str] | None = None) -> No
         raise CheckpointError(f"checkpoint {path}: cannot be written ({error}); the one before it is whole") from error
 
 
-def load(path: Path, like: State) -> State:
+def load(path: Path, like: State, *, frozen: tree.Mask | None = None) -> State:
     """Returns the state in `path`, with the structure of `like` (a state of the same model and optimizer).
+
+    Leaves that `frozen` selects are not in the file: they are those of `like`.
 
     Raises CheckpointError if the file is missing, cut short or of another kind, or names every tensor that is
     missing, unexpected, or of another shape or dtype.
     """
     header = read_notes(path)
-    trees = _trees(like)
+    trees = _trees(like, frozen)
     wanted = dict(zip(tree.paths(trees), tree.leaves(trees), strict=True))
     with safe_open(path, framework="pt") as file:
         # copied out, so that no parameter lives in a mapped file that a later checkpoint replaces
@@ -55,7 +57,8 @@ def load(path: Path, like: State) -> State:
     if problems:
         raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", sorted(problems))
     restored = tree.unflatten(tree.flatten(trees)[1], [found[name] for name in tree.paths(trees)])
-    return State(restored["params"], restored["optimizer"], int(header["step"]))
+    params = tree.combine(tree.partition(dict(like.params), _mask(frozen))[0], restored["params"])
+    return State(params, restored["optimizer"], int(header["step"]))
 
 
 def read_notes(path: Path) -> dict[str, str]:
@@ -72,5 +75,10 @@ def read_notes(path: Path) -> dict[str, str]:
     return notes
 
 
-def _trees(state: State) -> dict[str, Any]:
-    return {"params": dict(state.params), "optimizer": state.optimizer_state}
+def _trees(state: State, frozen: tree.Mask | None) -> dict[str, Any]:
+    _, trained = tree.partition(dict(state.params), _mask(frozen))
+    return {"params": trained, "optimizer": state.optimizer_state}
+
+
+def _mask(frozen: tree.Mask | None) -> tree.Mask:
+    return False if frozen is None else frozen

@@ -1,7 +1,8 @@
-"""Byte-level text: read, split, and cut into batches that depend on a key and a step alone."""
+"""Text as tokens: read, split, and cut into batches that depend on a key and a step alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,33 +15,38 @@ from rpfunc.errors import OptionsError
 from rpfunc.objectives import IGNORED
 
 
-def read_bytes(path: Path, rows: int) -> Tensor:
-    """Returns the file's bytes as (N,) uint8. Raises OptionsError if it is missing, no file, or shorter than `rows`."""
+def read_bytes(path: Path) -> bytes:
+    """Returns the file's bytes. Raises OptionsError if it is missing or no file."""
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise OptionsError(f"data.text: cannot read {path}: {error.strerror}") from error
-    if len(text) < rows:
-        raise OptionsError(f"data.text: {path} has {len(text)} bytes, one row of data.rows needs {rows}")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def to_tokens(path: Path, text: bytes, encode: Callable[[bytes], list[int]], rows: int) -> Tensor:
+    """Returns the text's tokens, (N,) int32. Raises OptionsError if there are fewer than `rows`."""
+    tokens = encode(text)
+    if len(tokens) < rows:
+        raise OptionsError(f"data.text: {path} has {len(tokens)} tokens, one row of data.rows needs {rows}")
+    return torch.tensor(tokens, dtype=torch.int32)
 
 
 def split_held_out(text: Tensor, fraction: float, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns (training text, held-out text): the last `fraction` of the bytes is held out.
+    """Returns (training text, held-out text): the last `fraction` of the tokens is held out.
 
-    Raises OptionsError where the training part is shorter than `rows`, or the held-out part than 2 bytes.
+    Raises OptionsError where the training part is shorter than `rows`, or the held-out part than 2 tokens.
     """
     cut = len(text) - round(len(text) * fraction)
     if cut < rows or len(text) - cut < 2:
         raise OptionsError(
-            f"data.held_out: {fraction} of {len(text)} bytes leaves {cut} bytes to train on and {len(text) - cut} held "
-            f"out; one row of {rows} bytes and 2 held-out bytes are needed"
+            f"data.held_out: {fraction} of {len(text)} tokens leaves {cut} to train on and {len(text) - cut} held "
+            f"out; one row of {rows} tokens and 2 held-out tokens are needed"
         )
     return text[:cut], text[cut:]
 
 
 def training_batch(text: Tensor, key: random.Key, step: int, examples: int, rows: int) -> Batch:
-    """Returns the batch of a step: `examples` windows of `rows` bytes that start anywhere in the text.
+    """Returns the batch of a step: `examples` windows of `rows` tokens that start anywhere in the text.
 
     A pure function of its arguments: resuming needs the step's number and nothing else. The batch's constant `key`,
     for dropout, depends on the step too.
@@ -53,7 +59,7 @@ def training_batch(text: Tensor, key: random.Key, step: int, examples: int, rows
 
 
 def held_out_batch(text: Tensor, rows: int) -> Batch:
-    """Returns the whole text in windows of `rows` bytes that overlap by one, so that each byte but the first is
+    """Returns the whole text in windows of `rows` tokens that overlap by one, so that each token but the first is
     predicted exactly once; the last window is filled up with rows that do not count.
     """
     rows = min(rows, len(text))

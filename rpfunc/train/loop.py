@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from rpfunc import random
+from rpfunc import random, tree
 from rpfunc.batch import Batch
 from rpfunc.errors import CheckpointError
-from rpfunc.model import Model
-from rpfunc.models import decoder
 from rpfunc.objectives import sft
+from rpfunc.plan import Plan
 from rpfunc.runtime import Cpu
 from rpfunc.runtime.state import State
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.value import value
 from rpfunc.train import checkpoint
-from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, training_batch
+from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, to_tokens, training_batch
 from rpfunc.train.folder import RunFolder
 from rpfunc.train.options import TrainOptions, build_optimizer, learning_rate
+from rpfunc.train.start import Start, read_start
 from rpfunc.train.steps import StepResult, train_steps
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -55,30 +55,35 @@ class Setting:
     """What the options mean: everything a run needs that does not change."""
 
     options: TrainOptions
+    start: Start
     text: Tensor
     held_out: Batch
     notes: dict[str, str]
-
-    @property
-    def model(self) -> Model:
-        """The decoder."""
-        return decoder.model(self.options.model)
+    bits_per_nat: float
+    """What a loss, in nats per token, is multiplied by to be in bits per byte: of the whole text's bytes per token."""
 
     def initial_state(self) -> State:
-        """The state before the first step, from the seed alone."""
-        key = random.fold_in(random.key(self.options.seed), "parameters")
-        return State.create(decoder.init(self.options.model, key), build_optimizer(self.options))
+        """The state before the first step, from the seed and the pretrained model alone; trained leaves are copies."""
+        start = self.start
+        fixed, trained = tree.partition(dict(start.params), False if start.frozen is None else start.frozen)
+        params = tree.combine(fixed, tree.map(Tensor.clone, trained))
+        return State.create(params, build_optimizer(self.options), start.frozen)
 
 
 def prepare(options: TrainOptions) -> Setting:
-    """Reads the text and checks everything, before anything is written. Raises OptionsError."""
+    """Reads text and model and checks everything, before anything is written. Raises what says why it cannot work."""
     options.check()
-    text = read_bytes(Path(options.data.text), options.data.rows)
-    training, held_out = split_held_out(text, options.data.held_out, options.data.rows)
-    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    path = Path(options.data.text)
+    text = read_bytes(path)
+    start = read_start(options)
+    tokens = to_tokens(path, text, start.encode, options.data.rows)
+    training, held_out = split_held_out(tokens, options.data.held_out, options.data.rows)
     build_optimizer(options)  # refuses what cannot work
-    notes = {"options": msgspec.json.encode(options).decode(), "text_sha256": digest}
-    return Setting(options, training, held_out_batch(held_out, options.data.rows), notes)
+    if options.execution.plan not in (None, "auto"):
+        Plan.parse(options.execution.plan).check(start.model.num_layers)
+    notes = {"options": msgspec.json.encode(options).decode(), "text_sha256": hashlib.sha256(text).hexdigest()}
+    bits_per_nat = len(tokens) / len(text) / math.log(2)
+    return Setting(options, start, training, held_out_batch(held_out, options.data.rows), notes, bits_per_nat)
 
 
 def restore(setting: Setting, folder: RunFolder) -> State:
@@ -88,7 +93,7 @@ def restore(setting: Setting, folder: RunFolder) -> State:
         raise CheckpointError(
             f"checkpoint {folder.checkpoint}: {setting.options.data.text} is not the text that the run learnt"
         )
-    state = checkpoint.load(folder.checkpoint, setting.initial_state())
+    state = checkpoint.load(folder.checkpoint, setting.initial_state(), frozen=setting.start.frozen)
     began, now = (_without_text(json.loads(each["options"])) for each in (notes, setting.notes))
     if began != now:
         differing = sorted(name for name in began.keys() | now.keys() if began.get(name) != now.get(name))
@@ -129,21 +134,23 @@ def run(
     if not held_out:
         look(state)
     if state.step == 0:
-        checkpoint.save(folder.checkpoint, state, setting.notes)
+        checkpoint.save(folder.checkpoint, state, setting.notes, frozen=setting.start.frozen)
     steps = train_steps(
         state,
         (
             training_batch(setting.text, key, step, data.examples, data.rows)
             for step in range(state.step, options.steps)
         ),
-        model=setting.model,
+        model=setting.start.model,
         objective=sft(),
         optimizer=build_optimizer(options),
         plan=execution.plan,
         workers=[Cpu(execution.threads)] * execution.workers,
         microbatches=execution.microbatches,
         chunk=execution.chunk,
+        head_chunk=execution.head_chunk,
         recompute=execution.recompute,
+        frozen=setting.start.frozen,
         donate=True,
     )
     recent: deque[Timeline] = deque(maxlen=DRAWN_STEPS)
@@ -153,13 +160,13 @@ def run(
         for state, result in steps:
             recent.append(result.timeline)
             now = time.perf_counter()
-            write(_record(result, rate(state.step - 1), data.examples * data.rows / (now - before)))
+            write(_record(setting, result, rate(state.step - 1), data.examples * data.rows / (now - before)))
             before = now
             interrupted = state.step < options.steps and stop()
             if state.step % options.evaluate_every == 0 or state.step == options.steps:
                 look(state)
             if state.step % options.checkpoint_every == 0 or state.step == options.steps or interrupted:
-                checkpoint.save(folder.checkpoint, state, setting.notes)
+                checkpoint.save(folder.checkpoint, state, setting.notes, frozen=setting.start.frozen)
             if interrupted:
                 break
     finally:
@@ -171,14 +178,16 @@ def run(
 def _evaluator(setting: Setting) -> Callable[[State], float]:
     batch = setting.held_out
     pieces = math.ceil(batch.num_examples / setting.options.data.examples)
-    loss = value(setting.model, sft(), microbatches=pieces, chunk=setting.options.execution.chunk)
-    return lambda state: loss(state.params, batch)[0].item() / math.log(2)
+    execution = setting.options.execution
+    chunk, head_chunk = execution.chunk, execution.head_chunk
+    loss = value(setting.start.model, sft(), microbatches=pieces, chunk=chunk, head_chunk=head_chunk)
+    return lambda state: loss(state.params, batch)[0].item() * setting.bits_per_nat
 
 
-def _record(result: StepResult, rate: float, tokens_per_s: float) -> dict[str, Any]:
+def _record(setting: Setting, result: StepResult, rate: float, tokens_per_s: float) -> dict[str, Any]:
     return {
         "step": result.step,
-        "bits_per_byte": result.loss.item() / math.log(2),
+        "bits_per_byte": result.loss.item() * setting.bits_per_nat,
         "grad_norm": result.grad_norm,
         "learning_rate": rate,
         "skipped": result.skipped,

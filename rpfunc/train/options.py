@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rpfunc import optim
 from rpfunc.errors import OptionsError
 from rpfunc.models.decoder import DecoderConfig
+from rpfunc.models.lora import LoraConfig
 from rpfunc.plan import Plan
 
 
@@ -22,7 +23,7 @@ class DataOptions:
     examples: int = 16
     """Windows in a batch."""
     rows: int = 256
-    """Bytes in a window."""
+    """Tokens in a window; a model of bytes has one for each byte."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class ExecutionOptions:
     """Pieces of a batch that go through the stages one by one."""
     chunk: int | None = None
     """Rows worked on at a time; none: whole rows."""
+    head_chunk: int | None = None
+    """Rows of logits at a time; none: as `chunk`."""
     plan: str | None = None
     """Stages, as in "F0:4 X4:6 B0:2 B2:4"; "auto": from times that the first steps measure; none: from FLOPs."""
     recompute: bool = True
@@ -66,6 +69,11 @@ class TrainOptions:
     """Everything that a run depends on. `check` says what cannot work."""
 
     model: DecoderConfig = field(default_factory=DecoderConfig)
+    pretrained: str = ""
+    """In place of `model`: a model folder of transformers' or a GGUF file (with a config, relative to its folder), or
+    "package:" and the name of an installed package that holds a GGUF file."""
+    lora: LoraConfig | None = None
+    """Adapters of the pretrained model, which alone are trained then; none: all its weights are."""
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     execution: ExecutionOptions = field(default_factory=ExecutionOptions)
@@ -77,8 +85,8 @@ class TrainOptions:
     """Steps between evaluations on the held-out text."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
-    sample_bytes: int = 300
-    """Bytes of text to write at the end."""
+    sample_tokens: int = 300
+    """Tokens of text to write at the end."""
 
     def check(self) -> None:
         """Raises OptionsError listing every value that cannot work."""
@@ -87,7 +95,7 @@ class TrainOptions:
             "steps": (self.steps, 1),
             "evaluate-every": (self.evaluate_every, 1),
             "checkpoint-every": (self.checkpoint_every, 1),
-            "sample-bytes": (self.sample_bytes, 0),
+            "sample-tokens": (self.sample_tokens, 0),
             "data.examples": (data.examples, 1),
             "data.rows": (data.rows, 2),
             "optimizer.warmup": (optimizer.warmup, 0),
@@ -95,6 +103,7 @@ class TrainOptions:
             "execution.threads": (execution.threads, 1),
             "execution.microbatches": (execution.microbatches, 1),
             "execution.chunk": (1 if execution.chunk is None else execution.chunk, 1),
+            "execution.head-chunk": (1 if execution.head_chunk is None else execution.head_chunk, 1),
         }
         problems = [
             f"{name} is {found}, it must be at least {low}" for name, (found, low) in least.items() if found < low
@@ -109,12 +118,16 @@ class TrainOptions:
         ]
         if not data.text:
             problems.append("data.text is not given: name a text file, or a TOML file that does")
-        if self.model.vocabulary < 256:
-            problems.append(f"model.vocabulary is {self.model.vocabulary}, bytes need at least 256")
+        if self.model.vocabulary != 256:
+            problems.append(f"model.vocabulary is {self.model.vocabulary}, bytes need 256")
+        if self.pretrained and self.model != DecoderConfig():
+            problems.append(f"model is given and pretrained is {self.pretrained!r}, which has a shape of its own")
+        if self.lora is not None and not self.pretrained:
+            problems.append("lora is given without pretrained: adapters stand on trained weights")
         if problems:
             raise OptionsError.listing("options", problems)
         if execution.plan not in (None, "auto"):
-            Plan.parse(execution.plan).check(self.model.layers + 2)
+            Plan.parse(execution.plan)
 
 
 def learning_rate(options: TrainOptions) -> optim.Schedule:

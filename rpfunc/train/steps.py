@@ -1,12 +1,17 @@
-"""Training steps that join: the next iteration is on its way while the caller looks at the last one's result."""
+"""Training steps that join: later iterations are on their way while the caller looks at a result."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from rpfunc import tree
@@ -14,29 +19,42 @@ from rpfunc.batch import Batch
 from rpfunc.errors import GradientError, OptionsError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
-from rpfunc.optim import Transformation, global_norm, step, step_donated
+from rpfunc.optim import Transformation
 from rpfunc.plan.plan import Plan
-from rpfunc.runtime.job import Job, choose_plan
-from rpfunc.runtime.state import State
-from rpfunc.runtime.value_and_grad import Running, Workers, open_runtime, start
+from rpfunc.runtime.job import Job, Scheduler, choose_plan, grain
+from rpfunc.runtime.progress import Stopped
+from rpfunc.runtime.session import Running, Session, prepare
+from rpfunc.runtime.state import LossScale, State, Values
+from rpfunc.runtime.store import Store
+from rpfunc.runtime.tasks import Recompute
+from rpfunc.runtime.update import Measured, make_step, measure_gradients, skip_step
+from rpfunc.runtime.value_and_grad import Workers, open_runtime
+from rpfunc.runtime.workers import UPDATE, Cpu, Runtime
+from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.streaming import Order, Streaming
 from rpfunc.train.auto_plan import AutoPlan, advance
 
+T = TypeVar("T")
+
 END: Any = object()
 """What comes after the last batch."""
+
+CLEAN_STEPS = 2000
+"""Steps without an overflow after which a loss scale is doubled."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one step did.
 
-    step       its number, from 1
-    loss       (), float64, before the update
-    total      (), float64, the loss's denominator; 0 where no label was valid
-    grad_norm  the gradients' Euclidean norm, before any clipping
-    skipped    no update was made, since the total was 0 or the gradient not finite
-    timeline   when what ran
+    step        its number, from 1
+    loss        (), float64, before the update
+    total       (), float64, the loss's denominator; 0 where no label was valid
+    grad_norm   the gradients' Euclidean norm, before any clipping
+    skipped     no update was made, since the total was 0 or the gradient not finite
+    timeline    when what ran
+    loss_scale  by which the loss was multiplied while gradients were taken
     """
 
     step: int
@@ -45,6 +63,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     timeline: Timeline
+    loss_scale: float = 1.0
 
 
 def train_steps(
@@ -54,6 +73,7 @@ def train_steps(
     model: Model,
     objective: Objective,
     optimizer: Transformation,
+    asynchronous: bool = False,
     plan: Plan | str | None = None,
     workers: Workers = None,
     microbatches: int = 1,
@@ -61,21 +81,36 @@ def train_steps(
     head_chunk: int | None = None,
     order: Order = "layer",
     keep_attention: int = 0,
-    recompute: bool = True,
+    recompute: bool | Recompute = True,
     frozen: tree.Mask | None = None,
+    schedule: Schedule | Scheduler | str | None = None,
+    blocks: int = 1,
+    compute_dtype: torch.dtype | None = None,
     donate: bool = False,
     nonfinite: Literal["skip", "raise"] = "skip",
 ) -> Generator[tuple[State, StepResult], None, None]:
-    """Yields (state, result) after each batch, while worker threads already run the next one.
+    """Yields (state, result) after each batch, while worker threads already run the next ones.
 
-    p[k+1] = p[k] + u(gradient at p[k]): the optimizer is synchronous. A step whose total is 0 changes nothing but the
-    step count; one whose gradient is not finite neither, or raises GradientError with nonfinite="raise". With `donate`
-    the update overwrites the state it was given: a yielded state is good until the next one is asked for. With
-    plan="auto" the first steps measure each layer, and the plan follows from that; it is measured anew where times
-    drift (see `rpfunc.train.auto_plan`), and no result changes by a bit. The other arguments are those of
-    `value_and_grad`.
-    The next batch is asked for before a state is yielded: batches that depend on the newest state (rollouts) want one
-    call a rollout, with a shared `Runtime`.
+    With g the gradient, c the cast to `compute_dtype` and u the optimizer's update,
+
+        p[k+1] = p[k] + u(g(c(p[k]));   s[k], p[k])    synchronous
+        p[k+1] = p[k] + u(g(c(p[k-1])); s[k], p[k])    asynchronous, p[-1] = p[0]
+
+    Asynchronously step k is made in a thread of its own while iteration k+1 computes its gradient; subtree by subtree,
+    iteration k+2 goes on where a new version is complete. A yielded state is waited for only if it is looked at.
+    A step whose total is 0 changes nothing but the step count; one whose gradient is not finite neither, or raises
+    GradientError with nonfinite="raise". With `donate` a step overwrites the state it was given: a yielded state is
+    good until the next one is asked for. With plan="auto" the first steps measure each layer, and the plan follows from
+    that; it is measured anew where times drift (see `rpfunc.train.auto_plan`), and no result changes by a bit.
+
+    compute_dtype  that layers get their parameters in; gradients are summed, and parameters updated, in float32 or
+                   wider if the state's parameters are. With torch.float16 the loss is scaled: the scale halves when a
+                   gradient overflows, whose step is skipped, and doubles after 2,000 steps in which none has
+
+    The other arguments are those of `value_and_grad`. Asynchronous steps need a thread to run beside: workers=None
+    stands for one worker with the caller's intra-op threads.
+    One batch more (two, if asynchronous) than states have been yielded is asked for: batches that depend on the newest
+    state (rollouts) want one call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says.
     """
@@ -88,78 +123,184 @@ def train_steps(
         raise OptionsError.listing("options", problems)
     automatic = plan == "auto"
     chosen = None if automatic else Plan.parse(plan) if isinstance(plan, str) else plan
+    order_of_tasks = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     how = Streaming(chunk, head_chunk, order, keep_attention)
-    job = Job(model, objective, chosen, microbatches, how, recompute, frozen)
-    return _steps(state, iter(batches), job, optimizer, workers, donate, nonfinite, automatic)
+    job = Job(
+        model, objective, chosen, microbatches, how, grain(recompute), frozen, order_of_tasks, blocks, compute_dtype
+    )
+    if asynchronous and workers is None:
+        workers = [Cpu(torch.get_num_threads())]
+    steps = _Steps(job, optimizer, int(asynchronous), donate, nonfinite)
+    return steps.run(state, iter(batches), workers, automatic)
 
 
-def _steps(
-    state: State,
-    batches: Iterator[Batch],
-    job: Job,
-    optimizer: Transformation,
-    workers: Workers,
-    donate: bool,
-    nonfinite: str,
-    automatic: bool,
-) -> Generator[tuple[State, StepResult], None, None]:
-    with open_runtime(workers) as runtime:
-        planner = AutoPlan.begin(job.model.num_layers, runtime.num_workers) if automatic else None
+@dataclass(frozen=True)
+class _Steps:
+    job: Job
+    optimizer: Transformation
+    staleness: int
+    donate: bool
+    nonfinite: str
 
-        def begin(state: State) -> Running | None:
-            nonlocal job
-            batch = next(batches, END)
-            if batch is END:
-                return None
-            if planner is not None:
-                job = replace(job, plan=planner.plan)
-            elif job.plan is None:  # chosen once, for batches like the first
-                prepared = job.objective.prepare(batch)
-                job = replace(job, plan=choose_plan(job, state.params, prepared, runtime.num_workers))
-            return start(job, state.params, batch, runtime)
-
-        running = begin(state)
-        try:
-            while running is not None:
-                result, grads = running.wait()
-                if planner is not None:
-                    planner = advance(planner, result.timeline)
-                norm = global_norm(grads)
-                finite = math.isfinite(norm) and math.isfinite(result.loss.item())
-                if not finite and nonfinite == "raise":
-                    raise GradientError(
-                        f"step {state.step + 1}: loss {result.loss.item()}, gradient norm {norm}; "
-                        'nonfinite="skip" passes over such steps'
-                    )
-                skipped = not finite or result.total.item() == 0
-                state = _advance(state, None if skipped else grads, job.frozen, optimizer, donate)
-                # A later batch that fails must not take this step's result with it.
-                running, failure = None, None
+    def run(
+        self, state: State, batches: Iterator[Batch], workers: Workers, automatic: bool
+    ) -> Generator[tuple[State, StepResult], None, None]:
+        with open_runtime(workers) as runtime:
+            flight = _Flight(self, state, batches, runtime, automatic)
+            with flight.session:
                 try:
-                    running = begin(state)
-                except Exception as error:
-                    failure = error
-                yield state, StepResult(state.step, result.loss, result.total, norm, skipped, result.timeline)
-                if failure is not None:
-                    raise failure
-        finally:
-            if running is not None:
-                running.cancel()
+                    for _ in range(1 + self.staleness):
+                        flight.start_next()
+                    while flight.running:
+                        state, result = flight.step(state)
+                        yield state, result
+                    flight.finish()
+                finally:
+                    flight.cancel()
 
 
-def _advance(
-    state: State, grads: dict[str, Any] | None, frozen: tree.Mask | None, optimizer: Transformation, donate: bool
-) -> State:
-    """Returns the state one step on; without gradients only the count moves."""
-    params, optimizer_state = state.consume() if donate else (state.params, state.optimizer_state)
-    if grads is None:
-        return State(params, optimizer_state, state.step + 1)
-    fixed, trained = tree.partition(dict(params), False if frozen is None else frozen)
-    advance = step_donated if donate else step
+class _Flight:
+    """The iterations and the step that are under way."""
+
+    def __init__(
+        self, steps: _Steps, state: State, batches: Iterator[Batch], runtime: Runtime, automatic: bool
+    ) -> None:
+        job, values = steps.job, state.values()
+        job.model.check(values.params)
+        self._steps, self._job, self._batches, self._runtime = steps, job, batches, runtime
+        self._store = Store(
+            job.model,
+            values,
+            steps.optimizer,
+            frozen=job.frozen,
+            staleness=steps.staleness,
+            compute_dtype=job.compute_dtype,
+            donate=steps.donate,
+        )
+        self.session = Session(job, runtime)
+        self._planner = AutoPlan.begin(job.model.num_layers, runtime.num_workers) if automatic else None
+        self._plan = job.plan
+        scaled = job.compute_dtype == torch.float16
+        self._scales = (list(values.scales) or [LossScale()] * (1 + steps.staleness)) if scaled else []
+        self.running: deque[Running] = deque()
+        self._number = 0  # of the iteration whose step comes next
+        self._ended = False
+        self._failure: Exception | None = None
+        self._step: Future[Values] | None = None
+
+    def start_next(self) -> None:
+        """Starts one more iteration. What fails here is told once all steps before it are done."""
+        if self._ended:
+            return
+        try:
+            batch = next(self._batches, END)
+            if batch is END:
+                self._ended = True
+                return
+            if self._planner is not None:
+                self._plan = self._planner.plan
+            elif self._plan is None:  # chosen once, for batches like the first
+                prepared, _ = prepare(self._job, batch)
+                params = self._store.values.params
+                self._plan = choose_plan(self._job, params, prepared, self._runtime.num_workers)
+            version = self._store.read_by(self._number + len(self.running))
+            scale = self._scales[len(self.running)].factor if self._scales else 1.0
+            params = self._store.versions[version]
+            made = version if version > 0 else None  # of those made here there are events; the first ones are there
+            self.running.append(self.session.start(params, batch, self._plan, version=made, scale=scale))
+        except Exception as error:
+            self._ended, self._failure = True, error
+
+    def step(self, state: State) -> tuple[State, StepResult]:
+        """Takes the oldest iteration's result, starts the step that follows from it, and one iteration more."""
+        running, number = self.running[0], self._number
+        measured: Measured | None = None
+        with suppress(Stopped):  # of which `wait` tells the reason
+            measured = self._submit(partial(self._measure, running, number)).result()
+        result = running.wait()
+        assert measured is not None
+        self.running.popleft()
+        if self._planner is not None:
+            self._planner = advance(self._planner, result.timeline)
+        finite = math.isfinite(measured.norm) and math.isfinite(result.loss.item())
+        if not finite and self._steps.nonfinite == "raise" and not self._scales:
+            raise GradientError(
+                f"step {state.step + 1}: loss {result.loss.item()}, gradient norm {measured.norm}; "
+                'nonfinite="skip" passes over such steps'
+            )
+        skipped = not finite or result.total.item() == 0
+        if self._scales:
+            self._scales = [*self._scales[1:], _next_scale(self._scales[-1], overflowed=not finite)]
+        self._number += 1
+        make = partial(self._make, state, measured, number, skipped)
+        if skipped:
+            self._store.skip_version(number)
+        else:
+            self._store.open(number + 1)
+        if self._steps.staleness or self._runtime.is_inline:
+            self._step = self._submit(make)
+            self.start_next()
+        else:  # the workers are free: this thread, with all its cores, makes the step while they wait for its subtrees
+            self.start_next()
+            self._step = self._submit(make)
+        reported = StepResult(
+            state.step + 1, result.loss, result.total, measured.norm, skipped, result.timeline, running.scale
+        )
+        return State.pending(self._step, state.step + 1), reported
+
+    def finish(self) -> None:
+        """Waits for the last step, and raises what ended the iterations if it was no end of batches."""
+        if self._step is not None:
+            self._step.result()
+        if self._failure is not None:
+            raise self._failure
+
+    def cancel(self) -> None:
+        """Drops what has not begun, and waits for what has: a step under way is completed."""
+        for running in reversed(self.running):
+            running.cancel()
+        if self._step is not None:
+            wait([self._step])
+
+    def _measure(self, running: Running, number: int) -> Measured:
+        return measure_gradients(self._steps.optimizer, self._store, running, self.session.progress, number)
+
+    def _make(self, state: State, measured: Measured, number: int, skipped: bool) -> Values:
+        progress = self.session.progress
+        progress.forget(number)
+        if skipped:
+            values = skip_step(self._store, progress, number)
+        else:
+            if self._steps.donate:
+                state.consume()
+            try:
+                values = make_step(self._store, measured, progress, number)
+            except BaseException:
+                if self._steps.donate:
+                    state.break_with(f"the update of step {state.step + 1}")
+                raise
+        return values._replace(scales=tuple(self._scales))
+
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function in the optimizer's thread if steps are asynchronous, else here and now."""
+        future: Future[T] = Future()
+        if self._steps.staleness:
+            self._runtime.submit({UPDATE: partial(_fulfil, future, function)})
+        else:
+            future.set_result(function())
+        return future
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
     try:
-        trained, optimizer_state = advance(optimizer, grads, optimizer_state, trained)
-    except BaseException:
-        if donate:
-            state.break_with(f"the update of step {state.step + 1}")
-        raise
-    return State(tree.combine(fixed, trained), optimizer_state, state.step + 1)
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _next_scale(scale: LossScale, overflowed: bool) -> LossScale:
+    if overflowed:
+        return LossScale(max(scale.factor / 2, 1.0))
+    if scale.clean + 1 < CLEAN_STEPS:
+        return LossScale(scale.factor, scale.clean + 1)
+    return LossScale(scale.factor * 2)

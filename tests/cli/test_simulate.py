@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rpfunc import Plan
 from rpfunc.cli import main
 from rpfunc.plan.compare import SCHEDULES
 
@@ -40,8 +41,41 @@ def test_json_holds_what_the_table_shows(capsys):
     for row in rows.values():
         assert row["bubble"] == pytest.approx(row["fill_drain"] + row["waits"] + row["stalls"])
         assert 0 <= row["bubble"] < 1
-    assert rows["gpipe"]["steady_bubble"] is None
+        assert len(row["ways"]) == len(Plan.parse(row["plan"]).slots)
+        assert row["fits_memory"] == (max(row["peak_bytes"]) <= record["memory_bytes"])
+    assert {row["fits_memory"] for row in rows.values()} == {True, False}
+    assert record["roofline"] == {"forward": 2, "fused": 1, "backward": 1, "run": 2, "microbatch": 1}
+    assert (rows["gpipe"]["steady_bubble"], rows["gpipe"]["steady_plan"]) == (None, None)
+    assert len(rows["round_robin"]["steady_ways"]) == len(Plan.parse(rows["round_robin"]["steady_plan"]).slots)
     assert rows["round_robin"]["steady_bubble"] < 0.2
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_number_is_cut_at_any_width(capsys, monkeypatch, width):
+    """The same figures stand in one table or in several, and the mark of memory with them."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = "gpipe,one_f_one_b,looped_bfs"
+    _, captured = simulate(capsys, "--schedule", names, "--rows", "4096", "--sequences", "4")
+    lines = captured.out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in captured.out
+    _, record = simulate(capsys, "--schedule", names, "--rows", "4096", "--sequences", "4", "--json")
+    marks = set()
+    for row in json.loads(record.out)["rows_by_schedule"]:
+        cells = [cell.strip() for line in lines if f" {row['schedule']} " in line for cell in line.split("│")]
+        figures = [row["makespan"]] + [100 * max(0, row[part]) for part in ("bubble", "fill_drain", "waits", "stalls")]
+        peak = f"{max(row['peak_bytes']) / 1e9:.1f}"
+        moved = f"{(row['uploaded_bytes'] + row['downloaded_bytes']) / 1e9:.1f}"
+        for cell in (f"{figures[0]:.3f}", *(f"{part:.1f}" for part in figures[1:]), moved):
+            assert cell in cells
+        marks.add(peak if row["fits_memory"] else f"! {peak}")
+        assert marks <= {*cells} | marks - {peak, f"! {peak}"}
+    assert any(mark.startswith("!") for mark in marks)
+
+
+def test_schedules_that_need_more_layers_are_named(capsys):
+    _, captured = simulate(capsys, "--schedule", "gpipe,zb_v", "--hardware", "20x4090")
+    assert "zb_v: 34 layers are too few for a stage each" in captured.out
 
 
 def test_one_schedule_is_drawn_and_written(capsys, tmp_path):

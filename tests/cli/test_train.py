@@ -18,7 +18,7 @@ TINY = """
 steps = 6
 evaluate_every = 3
 checkpoint_every = 1
-sample_bytes = 12
+sample_tokens = 12
 [model]
 width = 8
 layers = 1
@@ -176,7 +176,7 @@ BAD = {
     ),
     "a plan of another model": (["train", "tiny.toml", "--execution.plan", "F0:1 X1:9 B0:1"], "the model has 3 layers"),
     "no text": (["train", "tiny.toml", "--data.text", "none.txt"], "none.txt: No such file"),
-    "an empty text": (["train", "tiny.toml", "--data.text", "empty.txt"], "has 0 bytes"),
+    "an empty text": (["train", "tiny.toml", "--data.text", "empty.txt"], "has 0 tokens"),
     "a short text": (["train", "tiny.toml", "--data.rows", "5000"], "one row of data.rows needs 5000"),
     "a folder that exists": (["train", "tiny.toml", "--out", "taken"], "cannot make taken: File exists"),
     "resume without a run": (["train", "--resume", "none"], "cannot read options.json"),

@@ -105,12 +105,38 @@ def reference_from_the_policy():
     return replace(dpo(), loss=loss)
 
 
+def divides_by_nothing():
+    return replace(sft(), loss=lambda sums, batch, total: sums.sum() / total)
+
+
+def divides_by_nothing_in_pairs():
+    def loss(sums, batch, total):
+        return F.softplus(sums[1::2] - sums[::2] - batch.example["reference_logprobs"][::2]).sum() / total
+
+    return replace(dpo(), loss=loss)
+
+
+def constant_where_nothing_is_scored():
+    return replace(sft(), loss=lambda sums, batch, total: weighted_mean(sums, total) + (total == 0))
+
+
+def overflows():
+    return replace(sft(), loss=lambda sums, batch, total: weighted_mean((sums * 1e300).exp(), total))
+
+
 WRONG = {
     shift_in_the_chunk: (labels_alone, "the score of row 0 is another one when the row stands alone"),
     mean_of_chunk_means: (labels_alone, "the score of row 0 is another one when the row stands alone"),
     centred_over_rows: (labels_alone, "the score of row 0 is another one|what stands where there is no label"),
     own_denominator: (labels_alone, "streamed loss and gradients are not those of one plain vjp"),
     falsely_linear: (make_batch, "declared linear, but the derivative"),
+    divides_by_nothing: (
+        labels_alone,
+        "^no label at all in a batch, so `total` is 0: .*the loss is nan .*weighted_mean",
+    ),
+    divides_by_nothing_in_pairs: (partial(make_batch, group_size=2), "^no label at all in a batch, so `total` is 0"),
+    constant_where_nothing_is_scored: (labels_alone, "^no label at all in a batch, so `total` is 0: .*the loss is 1 "),
+    overflows: (labels_alone, "^the loss is inf .* of finite sums .*; they must be finite"),
     mask_after_exp: (make_batch, "what stands where there is no label changes the loss or a gradient"),
     two_masks_in_one_mean: (labels_alone, "examples without a label still count|a row of padding changes"),
     counts_masked_sequences: (make_batch, "examples without a label still count"),

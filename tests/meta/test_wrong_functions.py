@@ -88,11 +88,11 @@ def test_the_right_function_passes_the_same_check():
 
 
 def counting_shared_once(model):
-    """As `Model.sum_grads`, but the last layer's gradient replaces the sum."""
+    """As `Model.sum_grad`, but the last layer's gradient replaces the sum."""
 
     class Once(Model):
-        def sum_grads(self, grads, params):
-            return super().sum_grads([None, *grads[1:]], params)
+        def sum_grad(self, name, grads, params):
+            return super().sum_grad(name, [(), *grads[1:]], params)
 
     return Once(model.layers)
 

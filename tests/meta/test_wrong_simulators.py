@@ -220,8 +220,13 @@ class NoWaitForI(Workload):
 
 class OneBlock(Workload):
     @property
-    def block_starts(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (0,)
+    def _block_size(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.num_microbatches, 0
+
+
+class BufferNotTaken(Workload):
+    def dependencies(self, task: Task) -> list[Task]:
+        return [other for other in super().dependencies(task) if self.iteration(other) == self.iteration(task)]
 
 
 class UpdateNotAwaited(Workload):
@@ -253,6 +258,7 @@ EITHER_WAY: dict[str, Change] = {
     "no order of microbatches": workload(NoOrderOfMicrobatches),
     "W does not wait for I": workload(NoWaitForI),
     "one block": workload(OneBlock),
+    "gradients of two iterations in a buffer": workload(BufferNotTaken),
     "update not awaited": workload(UpdateNotAwaited),
     "an older update awaited": workload(OlderUpdate),
     "updates at once": hardware(update=0),

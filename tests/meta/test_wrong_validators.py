@@ -74,6 +74,9 @@ WRONG = {
     ),
     "updates count across workers only": (ORDER, "_hasty", lambda standing: {}),
     "gradients may come in any order": without_needs(lambda work, task, need: need.microbatch != task.microbatch),
+    "gradients of two iterations may go into a buffer": without_needs(
+        lambda work, task, need: work.iteration(need) != work.iteration(task)
+    ),
     "forward needs nothing": without_needs(lambda work, task, need: task.kind == "F"),
     "backward needs nothing of its microbatch": without_needs(
         lambda work, task, need: task.kind in "BI" and need.microbatch == task.microbatch

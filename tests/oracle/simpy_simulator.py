@@ -107,7 +107,8 @@ class Simulation:
         self.all_tasks = {task for tasks in schedule.workers for task in tasks}
         self.events: dict[Any, Event] = {}
         size = work.num_microbatches
-        self.block_firsts = {int(block[0]) for block in np.array_split(np.arange(size), work.num_blocks)}
+        blocks = np.array_split(np.arange(size), work.num_blocks)
+        self.block_lasts = {int(block[0]): int(block[-1]) for block in blocks}
         self.trains = any(kind in "XBW" for _, kind, _ in self.all_tasks)
 
     def event(self, *name: Any) -> Event:
@@ -215,9 +216,13 @@ class Simulation:
         return [task for task in self.all_tasks if task in before]
 
     def ordered_before(self, task: Any) -> list[Any]:
-        """Tasks that only have to be computed before: W's I, and the sum over the microbatches before of a block."""
+        """Tasks that only have to be computed before: W's I, and the the sum before in a block's buffer."""
         stage, kind, microbatch = task
         found = {(stage, "I", microbatch)} if kind == "W" else set()
-        if kind in "XBW" and microbatch % self.work.num_microbatches not in self.block_firsts:
-            found |= {(stage, part, microbatch - 1) for part in ("X" if kind == "X" else "BW")}
+        iteration, place = divmod(microbatch, self.work.num_microbatches)
+        before = microbatch - 1
+        if place in self.block_lasts:
+            before = (iteration - 1) * self.work.num_microbatches + self.block_lasts[place]
+        if kind in "XBW":
+            found |= {(stage, part, before) for part in ("X" if kind == "X" else "BW")}
         return [task for task in self.all_tasks if task in found]

@@ -18,7 +18,6 @@ from rpfunc.schedule import (
     Workload,
     dump_csv,
     gpipe,
-    halve,
     interleaved,
     load_csv,
     looped_bfs,
@@ -136,23 +135,18 @@ def makespan(schedule, work):
 
 
 @given(workers, microbatches)
-def test_zb_h1_is_as_short_as_torchs_interleaved_zero_bubble_with_one_stage_a_worker(num_workers, num_microbatches):
-    """Torch places weight gradients otherwise, and refuses the same counts as with interleaved 1F1B."""
+def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_stage_a_worker(num_workers, num_microbatches):
+    """Torch refuses the same counts as with interleaved 1F1B."""
     if num_microbatches > num_workers:
         num_microbatches *= num_workers
-    work = halve(work_of(num_workers, num_microbatches))
     theirs = torch_schedule("InterleavedZeroBubble", num_workers, num_workers, num_microbatches)
-    validate(tasks_of(theirs.pipeline_order), work)
-    assert makespan(zb_h1(work, num_workers), work) == makespan(tasks_of(theirs.pipeline_order), work)
+    assert zb_h1(work_of(num_workers, num_microbatches), num_workers) == tasks_of(theirs.pipeline_order)
 
 
 @given(workers, microbatches)
-def test_zb_v_is_no_longer_than_torchs(num_workers, num_microbatches):
-    """Built by another rule: shorter with few microbatches, where torch leaves out of more those that are not there."""
-    work = halve(work_of(2 * num_workers, num_microbatches))
+def test_zb_v(num_workers, num_microbatches):
     theirs = torch_schedule("ZBVZeroBubble", 2 * num_workers, num_workers, num_microbatches)
-    validate(tasks_of(theirs.pipeline_order), work, bound=True)
-    assert makespan(zb_v(work, num_workers), work) <= makespan(tasks_of(theirs.pipeline_order), work)
+    assert zb_v(work_of(2 * num_workers, num_microbatches), num_workers) == tasks_of(theirs.pipeline_order)
 
 
 @pytest.mark.parametrize("layout", ["compute_only", "compute_comms"])

@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rpfunc.stream import few_rows
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.testing import assert_equal, assert_equal_bits, gradient_error
+
+# torch compiles its own rules of forward differentiation when first asked
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 WIDTH = 4
 FUNCTIONS = {
@@ -28,6 +32,25 @@ FUNCTIONS = {
     "tied": lambda p, x, ids: F.linear(F.embedding(ids, p["table"]) + x, p["table"]),
     "a row's own weight": lambda p, x, ids: F.embedding(ids, p["table"]).mul(x).sum(-1),
     "nothing": lambda p, x, ids: x * 2,
+}
+
+
+# what layers may do beside: transforms of torch.func, inside which a product's gradient is not the weight's
+FUNCTIONS |= {
+    "linear under vmap": lambda p, x, ids: torch.vmap(lambda row: F.linear(row, p["square"]))(x),
+    "linear of many weights under vmap": lambda p, x, ids: torch.vmap(lambda s: F.linear(x, p["square"] * s))(x[0, 0]),
+    "embedding under vmap": lambda p, x, ids: torch.vmap(lambda row: F.embedding(row, p["table"]))(ids) * x,
+    "a gradient inside": lambda p, x, ids: x - torch.func.grad(lambda y: F.linear(y, p["square"]).square().sum())(x),
+    "a gradient by the weight inside": lambda p, x, ids: F.linear(
+        x, torch.func.grad(lambda w: F.linear(x, w).square().sum())(p["square"])
+    ),
+    "a product's own pullback": lambda p, x, ids: torch.func.vjp(lambda y: F.linear(y, p["square"]), x)[1](x)[0],
+    "a tangent": lambda p, x, ids: torch.func.jvp(lambda y: F.linear(y, p["square"]).square(), (x,), (x,))[1],
+    "a jacobian": lambda p, x, ids: torch.func.jacrev(lambda y: F.linear(y, p["square"]).square())(x[0, 0]) + x.sum(),
+    "a jacobian forward": lambda p, x, ids: torch.func.jacfwd(lambda y: F.linear(y, p["square"]).square())(x[0, 0]),
+    "linear before and after a transform": lambda p, x, ids: F.linear(
+        torch.vmap(lambda row: F.linear(row, p["square"]))(F.linear(x, p["square"])), p["square"]
+    ),
 }
 
 
@@ -108,6 +131,25 @@ def test_few_rows_times_a_tall_weight_is_the_same_product(rows, height, with_bia
     bias = integers((height,), 2) if with_bias else None
     output, _ = vjp_into(lambda weight: F.linear(x, weight, bias), weight, large=1)
     assert_equal(output, x @ weight.T + (0 if bias is None else bias))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "jacfwd"])
+def test_few_rows_of_a_large_weight_take_the_plain_way_in_transforms(transform):
+    weight, x = integers((few_rows.LARGE // 4, 4), 0), integers((3, 4), 1)
+
+    def call(x):
+        if transform == "vmap":
+            return torch.vmap(lambda row: F.linear(row, weight))(x)
+        if transform == "jvp":
+            return torch.func.jvp(lambda x: F.linear(x, weight), (x,), (x,))[1]
+        return torch.func.jacfwd(lambda row: F.linear(row, weight))(x[0])
+
+    wanted, wanted_pull = torch.func.vjp(call, x)
+    with few_rows.FewRowsProducts():
+        assert_equal(call(x), wanted)
+        found, pull = torch.func.vjp(call, x)
+    assert_equal(found, wanted)
+    assert_equal(pull(torch.ones_like(found)), wanted_pull(torch.ones_like(wanted)))
 
 
 class Counting(TorchDispatchMode):

@@ -198,7 +198,7 @@ def test_zb_v(num_workers, more):
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        (lambda: bubbles.gpipe(0, 3), "bubbles: numbers 0, 3, 0, 1 must be at least 1"),
+        (lambda: bubbles.gpipe(0, 3), "bubbles: numbers 0, 3, 0, 1 must be whole and at least 1"),
         (
             lambda: bubbles.interleaved(4, 8, 6),
             "bubbles: 6 stages on 4 workers, needs as many for each worker; 8 stages would do",

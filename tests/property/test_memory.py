@@ -1,14 +1,17 @@
 """Measured and predicted peaks agree, and budgets are kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rpfunc import Batch, Layer, Model, memory, plan, random, tree, value_and_grad
-from rpfunc.errors import PlanError
+from rpfunc.errors import BatchError, ModelError, OptionsError, PlanError
 from rpfunc.models import decoder
 from rpfunc.models.decoder import DecoderConfig
-from rpfunc.objectives import dpo, sft
-from rpfunc.stream import rowwise
+from rpfunc.objectives import dpo, kto, sft
+from rpfunc.plan import predict
+from rpfunc.stream import attending, recurrent, rowwise
 from rpfunc.stream.streaming import Streaming
 
 CONFIG = DecoderConfig(vocabulary=300, width=48, layers=1, heads=4, kv_heads=2, head_size=12, mlp_width=96)
@@ -60,6 +63,92 @@ def test_frozen_leaves_and_objectives_that_are_not_linear_are_predicted_too():
     assert plan.memory(MODEL, dpo(), PARAMS, pairs, **how) == pytest.approx(measured, rel=0.1)
 
 
+def test_an_objective_that_asks_the_whole_batch_first_is_predicted_too():
+    yes = torch.tensor([True, False, True, False])
+    example = {"reference_logprobs": torch.zeros(4), "desirable": yes, "kl": ~yes}
+    given = Batch(row=batch(4, 60).row, example=example)
+    for how in ({}, {"chunk": 20}, {"chunk": 20, "microbatches": 3}):
+        function = value_and_grad(MODEL, kto(), **how)
+        function(PARAMS, given)
+        measured = memory.peak(lambda function=function: function(PARAMS, given)).peak_bytes
+        assert plan.memory(MODEL, kto(), PARAMS, given, **how) == pytest.approx(measured, rel=0.1)
+
+
+def test_what_a_run_would_refuse_is_refused():
+    given = batch(2, 10)
+    with pytest.raises(
+        ModelError, match=r"2 problems\n  - params lacks subtree 'table'\n  - params lacks subtree 'weight'"
+    ):
+        plan.memory(SMALL, sft(), {}, given)
+    with pytest.raises(BatchError, match="sft: needs row leaf 'labels'"):
+        plan.memory(SMALL, sft(), SMALL_PARAMS, Batch(row={"tokens": given.row["tokens"]}))
+    with pytest.raises(OptionsError, match="microbatches is 0, it must be at least 1"):
+        plan.memory(SMALL, sft(), SMALL_PARAMS, given, microbatches=0)
+
+
+RECURRENT = Model(
+    (
+        *SMALL.layers[:-1],
+        Layer(
+            "sum",
+            recurrent(
+                lambda p, x, state, batch: (state[:, None] + x.cumsum(1), state + x.sum(1)),
+                lambda p, batch: torch.zeros(batch.num_examples, 8),
+            ),
+        ),
+        SMALL.layers[-1],
+    )
+)
+BOTH_SIDES = Model(
+    (
+        *SMALL.layers[:-1],
+        Layer(
+            "mean",
+            attending(lambda p, x, b: x * 2, lambda p, x, kv, b: x + kv.mean(1, keepdim=True), causal=False),
+        ),
+        SMALL.layers[-1],
+    )
+)
+CASES = {"causal": (MODEL, PARAMS), "recurrent": (RECURRENT, SMALL_PARAMS), "both sides": (BOTH_SIDES, SMALL_PARAMS)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"chunk": 8, "head_chunk": 3},
+        {"chunk": 8, "order": "chunk", "microbatches": 3},
+        {"chunk": 8, "keep_attention": 2},
+    ],
+    ids=str,
+)
+def test_of_many_chunks_the_last_tell_what_all_of_them_take(name, way, monkeypatch):
+    """Every chunk really run, or the last two alone: the same peak, but for a number for each chunk of a head."""
+    if "order" in way and name == "both sides":
+        pytest.skip("looks ahead")
+    model, params = CASES[name]
+    given = batch(4, 60)
+    found = plan.memory(model, sft(), params, given, **way)
+    monkeypatch.setattr(predict, "LastTwo", int)
+    assert found == pytest.approx(plan.memory(model, sft(), params, given, **way), rel=0.005)
+
+
+def test_the_number_of_operations_does_not_depend_on_the_length(monkeypatch):
+    """In a longer sequence attention alone takes a few more, block by block of the rows before a chunk."""
+    counts = []
+
+    class Counting(predict._LiveBytes):
+        def __torch_dispatch__(self, *args, **kwargs):
+            counts[-1] += 1
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    monkeypatch.setattr(predict, "_LiveBytes", Counting)
+    for rows in (100, 300, 1900):
+        counts.append(0)
+        plan.memory(MODEL, sft(), PARAMS, batch(1, rows), chunk=25, head_chunk=5)
+    assert counts[0] == counts[1] == counts[2] > 100
+
+
 def test_the_longest_sequence_of_a_budget_fits_and_the_next_does_not():
     def peak(rows):
         return plan.memory(SMALL, sft(), SMALL_PARAMS, batch(1, rows), chunk=128)
@@ -83,6 +172,31 @@ def test_the_search_asks_few_questions_of_any_growing_peak(intercept, bend):
     assert len(asked) < 30
 
 
+@pytest.mark.parametrize("power", [0, 0.5, 1, 2, 4])
+def test_peaks_of_any_bend_are_searched_in_few_questions(power):
+    asked = []
+
+    def peak(rows):
+        asked.append(rows)
+        return int(1000 + (rows // 100) ** power)
+
+    for budget in (1001, 1010, 2000, 10**6):
+        asked.clear()
+        longest = plan.max_sequence(peak, budget, granularity=7, largest=10**6)
+        assert len(asked) < 60
+        assert all(rows % 7 == 0 and rows <= 10**6 for rows in asked)
+        assert peak(longest) <= budget
+        assert peak(longest + 7) > budget or longest + 7 > 10**6
+
+
+def test_the_longest_sequence_is_a_multiple_of_the_granularity_up_to_the_largest():
+    assert plan.max_sequence(lambda rows: rows, 10**6, granularity=300, largest=1000) == 900
+    with pytest.raises(PlanError, match="largest is 100, it must be at least the granularity, 300"):
+        plan.max_sequence(lambda rows: rows, 10**6, granularity=300, largest=100)
+    with pytest.raises(PlanError, match=r"2 problems\n  - granularity is 0, .*\n  - largest is 2.5, "):
+        plan.max_sequence(lambda rows: rows, 10**6, granularity=0, largest=2.5)
+
+
 def test_a_budget_chooses_the_fastest_way_that_fits():
     given = batch(1, 300)
 
@@ -99,6 +213,46 @@ def test_a_budget_chooses_the_fastest_way_that_fits():
     with pytest.raises(PlanError, match="no way to stream fits 1000 bytes; the smallest peak is"):
         plan.choose_streaming(SMALL, sft(), 300, 1000, peak)
     assert "not linear" in plan.choose_streaming(SMALL, dpo(), 300, whole, lambda how: 0).note
+
+
+def test_smaller_heads_kept_attention_and_both_orders_are_searched():
+    """A peak that only some settings bring under the budget, found wherever they are; the least is named else."""
+    causal = decoder.model(replace(CONFIG, layers=3))
+
+    def peak(how):
+        if how.chunk is None:
+            return 10_000
+        return how.chunk + 10 * how.head_chunk + 200 * how.keep_attention + (0 if how.order == "chunk" else 50)
+
+    def choose(budget, **options):
+        return plan.choose_streaming(causal, sft(), 2000, budget, peak, **options)
+
+    assert choose(10_000).streaming == Streaming()
+    assert choose(64 + 10 * 32 + 50).streaming == Streaming(64, 32, "layer")
+    assert choose(64 + 10 * 32).streaming == Streaming(64, 32, "chunk")
+    assert choose(2000 + 10 * 128 + 50).streaming == Streaming(2000, 128, "layer")
+    kept = choose(2000 + 10 * 128 + 50 + 450)
+    assert kept.streaming == Streaming(2000, 128, "layer", keep_attention=2)
+    assert kept.peak_bytes == peak(kept.streaming)
+    assert choose(64 + 10 * 16, head_chunks=(16,), chunks=(64,)).streaming == Streaming(64, 16, "chunk")
+    with pytest.raises(PlanError) as caught:
+        choose(300)
+    assert str(caught.value) == (
+        "no way to stream fits 300 bytes; the smallest peak is 384 bytes, with Streaming(chunk=64, head_chunk=32, "
+        "order='chunk', keep_attention=0)"
+    )
+
+
+def test_numbers_that_cannot_be_searched_are_refused():
+    with pytest.raises(PlanError) as caught:
+        plan.choose_streaming(SMALL, sft(), 0, -1, lambda how: 0, head_chunks=(), chunks=(64, 0))
+    assert str(caught.value) == (
+        "choose_streaming: 4 problems"
+        "\n  - num_rows is 0, it must be at least 1"
+        "\n  - budget_bytes is -1, it must be above 0"
+        "\n  - chunks[1] is 0, it must be at least 1"
+        "\n  - head_chunks is empty, it must hold a number of rows, for example 128"
+    )
 
 
 def test_measuring_sees_every_byte_once():

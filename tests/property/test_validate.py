@@ -56,6 +56,9 @@ def precedence(work):
             within = {task.microbatch % work.num_microbatches for task in (early, late)}
             if same_slot and follows and any(within <= block for block in blocks):
                 graph.add_edge(early, late)
+            next_iteration = of(work, late) == of(work, early) + 1
+            if same_slot and next_iteration and [early, late] == buffer_handed_on(work, blocks, early, late):
+                graph.add_edge(early, late)
     if gradients:
         tasks = list(graph)
         for iteration in range(work.num_iterations):
@@ -67,6 +70,16 @@ def precedence(work):
                 if of(work, task) == iteration and (task.kind, task.stage) == work.slots[0]
             )
     return graph
+
+
+def buffer_handed_on(work, blocks, *tasks):
+    """Those of two tasks that end and begin the sum of the same block, in this order."""
+    early, late = (task.microbatch % work.num_microbatches for task in tasks)
+    return (
+        [*tasks]
+        if any({early, late} <= block and (early, late) == (max(block), min(block)) for block in blocks)
+        else []
+    )
 
 
 def of(work, task):

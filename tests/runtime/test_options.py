@@ -86,7 +86,7 @@ def test_a_plan_that_trains_nothing_is_refused():
         (
             {"workers": 2, "schedule": TWO_LINES + "\n\n", "microbatches": 1},
             "schedule: 2 problems\n"
-            "  - has 4 lines, one a worker, and there are 2 workers; workers=4 would do\n"
+            "  - has 3 lines, one a worker, and there are 2 workers; workers=3 would do\n"
             "  - has 2 microbatches, the batch is cut into 1",
         ),
         ({"workers": 2, "microbatches": 1}, "schedule: has 2 microbatches, the batch is cut into 1"),

@@ -69,7 +69,7 @@ def test_each_worker_has_its_own_intra_op_threads():
         seen[threading.current_thread().name] = torch.get_num_threads()
 
     with Runtime([Cpu(threads=1), Cpu(threads=2), Cpu()]) as runtime:
-        runtime.submit([note] * 3)
+        runtime.submit({(worker, "compute"): note for worker in range(3)})
     assert seen == {"rpfunc-worker-0": 1, "rpfunc-worker-1": 2, "rpfunc-worker-2": 1}
 
 

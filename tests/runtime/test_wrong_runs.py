@@ -1,6 +1,6 @@
 """Runs that are wrong on purpose: what the tests of schedules check must refuse each of them."""
 
-import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,8 +8,9 @@ import torch
 
 from rpfunc import Batch, Layer, Model, Plan, tree, value_and_grad
 from rpfunc.objectives import sft
-from rpfunc.runtime import iteration
+from rpfunc.runtime import execution, iteration, session
 from rpfunc.runtime.iteration import Iteration
+from rpfunc.runtime.tasks import Work, perform
 from rpfunc.stream import opaque
 from rpfunc.stream.freeze import freeze
 from rpfunc.testing import assert_computes, assert_equal_bits, exact
@@ -49,50 +50,51 @@ def check(wanted):
 class OneAccumulator(Iteration):
     """Blocks are not kept apart: sums go in the order of the run."""
 
-    def _place(self, task):
-        return (*super()._place(task)[:2], 0)
+    def place(self, task):
+        place = super().place(task)
+        return place and (*place[:2], 0)
 
 
 class BlocksBackwards(Iteration):
     """Blocks are added from last to first."""
 
-    def _place(self, task):
-        kind, stage, block = super()._place(task)
-        return kind, stage, -block
+    def place(self, task):
+        place = super().place(task)
+        return place and (*place[:2], -place[2])
+
+
+class SumsInEveryTask(Iteration):
+    """Tasks that add nothing write back the sums that they have found, too."""
+
+    def place(self, task):
+        return super().place(task._replace(kind="B") if task.kind in "FI" else task)
+
+    def store(self, task, outputs):
+        super().store(task, outputs)
+        if task.kind in "FI":
+            time.sleep(0.02)  # as long tasks of another worker take
 
 
 class NoWeightGradient(Iteration):
-    """W does nothing."""
+    """What W finds is lost."""
 
-    def _weight_gradient(self, task):
-        self._held.pop((task.stage, task.microbatch))
+    def store_sums(self, place, sums):
+        if self._task.kind != "W":
+            super().store_sums(place, sums)
 
-
-class GradientInBothHalves(Iteration):
-    """I keeps the parameters' gradients that it finds; W adds them once more."""
-
-    def _input_gradient(self, task):
-        stage, _, m = task
-        self._held[stage, m], place = self._cotangents.pop(m, ()), self._place(task)
-        self._cotangents[m], self._grads[place] = self._backward(
-            task, iteration._copy(self._held[stage, m]), self._grads.get(place, {})
-        )
+    def inputs(self, task):
+        self._task = task
+        return super().inputs(task)
 
 
 class WrongCotangent(Iteration):
     """W of a microbatch gets the cotangent of the one before."""
 
-    def _weight_gradient(self, task):
+    def inputs(self, task):
         place = task.stage, task.microbatch
-        self._last, self._held[place] = self._held[place], getattr(self, "_last", self._held[place])
-        super()._weight_gradient(task)
-
-
-class ForgetsHalves(Iteration):
-    """A half takes the residuals of a whole backward pass."""
-
-    def _first(self, task):
-        return super()._first(task._replace(kind="B") if task.kind in "IW" else task)
+        if task.kind == "W":
+            self._last, self._held[place] = self._held[place], getattr(self, "_last", self._held[place])
+        return super().inputs(task)
 
 
 class NoLossAtTheTurn(Iteration):
@@ -102,10 +104,28 @@ class NoLossAtTheTurn(Iteration):
         return self._losses[0].double() * len(self._losses)
 
 
-WRONG = [
-    OneAccumulator, BlocksBackwards, NoWeightGradient, GradientInBothHalves, WrongCotangent, ForgetsHalves,
-    NoLossAtTheTurn,
-]  # fmt: skip
+WRONG = [OneAccumulator, BlocksBackwards, NoWeightGradient, WrongCotangent, NoLossAtTheTurn]
+
+
+def gradient_in_both_halves(work, task, params, inputs, sums):
+    """I keeps the parameters' gradients that it finds; W adds them once more."""
+    outputs, sums = perform(work, task._replace(kind="B" if task.kind in "IW" else task.kind), params, inputs, sums)
+    return (outputs._replace(cotangent=None) if task.kind == "W" else outputs), sums
+
+
+def frozen_input_gradient(work, task, params, inputs, sums):
+    """I leaves out the parameters' gradients; cheaper, and other kernels."""
+    if task.kind == "I":
+        model, params = freeze(work.model, params, True)
+        work = replace(work, model=model)
+    return perform(work, task, params, inputs, sums)
+
+
+class ForgetsHalves(Work):
+    """A half takes the residuals of a whole backward pass."""
+
+    def segments(self, task):
+        return super().segments(task._replace(kind="B") if task.kind in "IW" else task)
 
 
 def test_the_right_run_passes(wanted):
@@ -114,7 +134,16 @@ def test_the_right_run_passes(wanted):
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_runs_are_refused(wrong, wanted, monkeypatch):
-    monkeypatch.setattr(sys.modules["rpfunc.runtime.value_and_grad"], "Iteration", wrong)
+    monkeypatch.setattr(session, "Iteration", wrong)
+    with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+        check(wanted)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"), [("execution.perform", gradient_in_both_halves), ("session.Work", ForgetsHalves)]
+)
+def test_wrong_tasks_are_refused(place, wrong, wanted, monkeypatch):
+    monkeypatch.setattr(f"rpfunc.runtime.{place}", wrong)
     with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
         check(wanted)
 
@@ -146,19 +175,8 @@ def check_mixing_rows():
     assert_equal_bits(found, wanted)
 
 
-class FrozenInputGradient(Iteration):
-    """I leaves out the parameters' gradients; cheaper, and other kernels."""
-
-    def _input_gradient(self, task):
-        whole = self._work, self._params
-        model, self._params = freeze(self._work.model, self._params, True)
-        self._work = replace(self._work, model=model)
-        super()._input_gradient(task)
-        self._work, self._params = whole
-
-
 def test_an_input_gradient_with_frozen_weights_has_other_bits(monkeypatch):
     check_mixing_rows()
-    monkeypatch.setattr(sys.modules["rpfunc.runtime.value_and_grad"], "Iteration", FrozenInputGradient)
+    monkeypatch.setattr(execution, "perform", frozen_input_gradient)
     with pytest.raises(AssertionError, match="bits differ"):
         check_mixing_rows()

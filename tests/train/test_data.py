@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rpfunc import random
 from rpfunc.errors import OptionsError
 from rpfunc.objectives import sft
-from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, training_batch
+from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, to_tokens, training_batch
 
 
 @given(length=st.integers(2, 60), rows=st.integers(2, 20))
@@ -35,13 +35,11 @@ def test_every_window_can_be_drawn():
 
 
 def test_texts_that_cannot_serve_are_refused(tmp_path):
-    short = tmp_path / "short"
-    short.write_bytes(b"abc")
-    with pytest.raises(OptionsError, match=r"has 3 bytes, one row of data\.rows needs 4"):
-        read_bytes(short, 4)
+    with pytest.raises(OptionsError, match=r"has 3 tokens, one row of data\.rows needs 4"):
+        to_tokens(tmp_path / "short", b"abc", list, 4)
     with pytest.raises(OptionsError, match=r"cannot read .*: No such file"):
-        read_bytes(tmp_path / "none", 4)
+        read_bytes(tmp_path / "none")
     with pytest.raises(OptionsError, match=r"cannot read .*: Is a directory"):
-        read_bytes(tmp_path, 4)
-    with pytest.raises(OptionsError, match="leaves 5 bytes to train on and 5 held"):
+        read_bytes(tmp_path)
+    with pytest.raises(OptionsError, match="leaves 5 to train on and 5 held"):
         split_held_out(torch.zeros(10, dtype=torch.uint8), 0.5, 6)

@@ -158,6 +158,73 @@ def test_a_layer_may_be_told_to_see_other_documents():
     assert_streams(attention(query_segments=None, key_segments=None), WEIGHT, X, PACKED, segments=None, draws=4)
 
 
+LONG = Batch(
+    row={
+        "ids": torch.arange(2 * 40).reshape(2, 40) % 3,
+        "segments": torch.tensor([[0] * 9 + [1] * 11 + [2] * 20, [5] * 9 + [6] * 31]),
+    }
+)
+LONG_X = random.normal(random.key(3), (2, 40, W), torch.float64)
+
+
+@pytest.mark.parametrize(("row", "seen"), [(9, 0), (20, 19), (39, 9), (31, 0)])
+@pytest.mark.parametrize("example", [0, 1])
+def test_a_single_pair_of_rows_of_two_documents_is_found_wherever_it_is(row, seen, example):
+    def rows(p, x, kv, batch):
+        out = attend(
+            heads(x), heads(kv["k"]), heads(kv["v"]), query_segments=batch.row["segments"], key_segments=kv["segments"]
+        ).squeeze(2)
+        places = torch.arange(batch.first_row, batch.first_row + x.shape[1])
+        examples = torch.arange(batch.first_example, batch.first_example + x.shape[0])
+        here = (places == row) & (examples == example)[:, None]
+        return out + here[..., None] * kv["v"][:, min(seen, kv["v"].shape[1] - 1), None]
+
+    ids = LONG.row["segments"][example]
+    allowed = ids[row] == ids[seen]
+    if allowed:
+        assert_streams(attending(kv, rows), WEIGHT, LONG_X, LONG, draws=2)
+    else:
+        assert refuse(attending(kv, rows), x=LONG_X, batch=LONG) == (
+            f"causal layer: output row {row} depends on input row {seen} (x), which it may not see: "
+            f"batch.row['segments'] has {ids[row]} at row {row} and {ids[seen]} at row {seen}"
+        )
+
+
+def test_another_document_seen_through_ids_alone_is_found():
+    def rows(p, x, kv, batch):
+        out = attend(
+            heads(x), heads(kv["k"]), heads(kv["v"]), query_segments=batch.row["segments"], key_segments=kv["segments"]
+        ).squeeze(2)
+        late = torch.arange(batch.first_row, batch.first_row + x.shape[1]) >= 20
+        return out + late[:, None] * kv["ids"][:, 19:20, None].to(x.dtype) if kv["ids"].shape[1] > 19 else out
+
+    def with_ids(p, x, batch):
+        return {**kv(p, x, batch), "ids": batch.row["ids"]}
+
+    assert "output row 20 depends on input row 19 (batch.row)" in refuse(
+        attending(with_ids, rows), x=LONG_X, batch=LONG
+    )
+
+
+def test_a_leaf_of_segments_that_is_not_there_is_refused():
+    message = refuse(attention(), batch=PACKED, segments="misspelt", error=OptionsError)
+    assert message == (
+        "assert_streams of causal layer: segments is 'misspelt', which batch.row lacks; it has ['ids', 'segments'] "
+        "(None: each example is one document)"
+    )
+
+
+def test_complex_numbers_between_layers_have_gradients_too():
+    turn = rowwise(lambda p, x, batch: x * torch.polar(torch.ones_like(p[0]), p[0]))
+    assert_streams(turn, WEIGHT, torch.complex(X, X.flip(1)), PLAIN, draws=4)
+    assert_streams(states(lambda p, x, s, batch: ((x.conj() @ p.to(x.dtype)).real, s)), WEIGHT, X + 0j, PLAIN, draws=4)
+
+    def conjugated(p, x, batch):
+        return x.conj() if x.shape[1] < T else x
+
+    assert "differs from that of" in refuse(rowwise(conjugated), x=torch.complex(X, X.flip(1)))
+
+
 PLACES = "places and draws come from batch.first_example and batch.first_row"
 DRAW = "draw with rpfunc.random from a key in batch.constant"
 IMPURE = {

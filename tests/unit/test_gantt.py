@@ -62,6 +62,12 @@ def greedy_halves(work, num_workers):
     return Schedule(tuple(map(tuple, workers)))
 
 
+def test_time_begins_with_the_first_task():
+    """A real run's clock starts anywhere."""
+    late = tuple(event._replace(start_s=event.start_s + 98765.5, end_s=event.end_s + 98765.5) for event in SMALL.events)
+    assert str(gantt(Timeline(late, 2), 45)) == str(gantt(SMALL, 45))
+
+
 def test_kinds_have_colours_for_rich():
     spans = {str(gantt(SMALL, 45))[span.start : span.end]: span.style for span in gantt(SMALL, 45).spans}
     assert len({spans[letters] for letters in ("F" * 8, "B" * 24, "X" * 16, "." * 4)}) == 4

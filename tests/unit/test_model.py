@@ -24,16 +24,22 @@ def test_a_layer_gets_the_shape_that_its_reads_have():
 
 def test_gradients_of_shared_subtrees_are_added_in_layer_order():
     params = {"shared": torch.zeros(()), "own": torch.zeros(())}
-    grads = [(torch.tensor(1e8),), (torch.tensor(3.0), torch.tensor(1.0)), (torch.tensor(-1e8),)]
-    found = model("shared", {"a": "own", "b": "shared"}, "shared").sum_grads(grads, params)
-    assert found["own"] == 3.0
-    assert found["shared"] == (torch.tensor(1e8) + 1.0) - 1e8
+    grads = [[(torch.tensor(1e8),)], [(torch.tensor(3.0), torch.tensor(1.0))], [(torch.tensor(-1e8),)]]
+    shared = model("shared", {"a": "own", "b": "shared"}, "shared")
+    assert shared.sum_grad("own", grads, params) == 3.0
+    assert shared.sum_grad("shared", grads, params) == (torch.tensor(1e8) + 1.0) - 1e8
+
+
+def test_what_blocks_have_found_of_a_layer_is_added_before_layers_are():
+    params = {"shared": torch.zeros(())}
+    grads = [[(torch.tensor(1.0),), (torch.tensor(2.0),)], [(torch.tensor(1e8),), (torch.tensor(-1e8),)]]
+    assert model("shared", "shared").sum_grad("shared", grads, params) == 3.0
 
 
 def test_a_layer_without_a_gradient_counts_as_zero_and_zeros_are_wide():
     params = {"a": torch.ones(2, dtype=torch.bfloat16)}
-    assert model("a").sum_grads([None], params)["a"].dtype == torch.float32
-    assert model("a", "a").sum_grads([None, (torch.ones(2),)], params)["a"].tolist() == [1.0, 1.0]
+    assert model("a").sum_grad("a", [()], params).dtype == torch.float32
+    assert model("a", "a").sum_grad("a", [(), [(torch.ones(2),)]], params).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

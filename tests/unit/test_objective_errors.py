@@ -5,10 +5,12 @@ from inspect import unwrap  # past the shape checks of tests, that would refuse 
 import pytest
 import torch
 
-from rpfunc import Batch, logprobs, random, value, value_and_grad
-from rpfunc.errors import BatchError, OptionsError
+from rpfunc import Batch, Layer, Model, logprobs, random, value, value_and_grad
+from rpfunc.errors import BatchError, ModelError, OptionsError
 from rpfunc.models import decoder
 from rpfunc.objectives import dpo, grpo, kto, orpo, ppo, sft, simpo
+from rpfunc.plan import memory
+from rpfunc.stream import rowwise
 
 LABELS = torch.zeros(2, 3, dtype=torch.int64)
 FLOATS = torch.zeros(2, 3)
@@ -183,3 +185,63 @@ def test_ids_outside_the_vocabulary_are_named(chunk):
     ):
         with pytest.raises(BatchError, match="row leaf 'labels' holds 9"):
             forward()
+
+
+ROW = {"labels": LABELS, "old_logprobs": FLOATS, "advantages": FLOATS, "returns": FLOATS, "old_values": FLOATS}
+LOGITS = torch.zeros(2, 3, 5)
+NEEDS_VALUES = (
+    "; ppo needs {'logits': (B, T, V), 'values': (B, T)}, here values (2, 3): a head of logits with a value head "
+    "beside it"
+)
+NEEDS_LOGITS = "; needs floating-point logits (B, T, V)"
+
+
+@pytest.mark.parametrize(
+    ("objective", "output", "message"),
+    [
+        (ppo(), LOGITS, f"(2, 3, 5) torch.float32{NEEDS_VALUES}"),
+        (ppo(), {"logits": LOGITS}, f"a dict of ['logits']{NEEDS_VALUES}"),
+        (ppo(), {"values": FLOATS}, f"a dict of ['values']{NEEDS_VALUES}"),
+        (ppo(), (LOGITS, FLOATS), f"a tuple{NEEDS_VALUES}"),
+        (
+            ppo(),
+            {"logits": LOGITS, "values": FLOATS[..., None]},
+            f"'values' (2, 3, 1) torch.float32{NEEDS_VALUES}",
+        ),
+        (ppo(), {"logits": FLOATS, "values": FLOATS}, f"(2, 3) torch.float32{NEEDS_LOGITS}"),
+        *[
+            (objective, output, f"{found}{NEEDS_LOGITS}")
+            for objective in (sft(), grpo(), grpo(ratio="sequence"))
+            for output, found in (
+                ({"logits": LOGITS, "values": FLOATS}, "a dict of ['logits', 'values']"),
+                (FLOATS, "(2, 3) torch.float32"),
+                (LOGITS.long(), "(2, 3, 5) torch.int64"),
+            )
+        ],
+        (
+            sft(),
+            LOGITS[:, :1],
+            "logits of (2, 1) examples and rows, the batch has (2, 3); a row of logits is needed for each row of the "
+            "batch",
+        ),
+    ],
+)
+def test_outputs_that_an_objective_cannot_score(objective, output, message):
+    batch = Batch(row=ROW, example={"advantages": FLOATS[:, 0]})
+    with pytest.raises(ModelError) as caught:
+        objective.score(output, objective.prepare(batch))
+    assert str(caught.value) == f"output: the last layer gives {message}"
+
+
+@pytest.mark.parametrize("chunk", [2.5, "2", 0, -1])
+def test_chunks_that_are_no_number_of_rows(chunk):
+    batch, head = Batch(row={"labels": LABELS}), Layer("head", rowwise(lambda p, x, batch: p[batch.row["labels"]]), "p")
+    for call in (
+        lambda: logprobs(Model((head,)), {"p": LOGITS[0]}, batch, chunk=chunk, microbatches=chunk),
+        lambda: value(Model((head,)), sft(), chunk=chunk, microbatches=chunk),
+        lambda: memory(Model((head,)), sft(), {"p": LOGITS[0]}, batch, chunk=chunk, microbatches=chunk),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            call()
+        assert f"chunk is {chunk!r}, it must be at least 1 row (or None for whole rows)" in str(caught.value)
+        assert f"microbatches is {chunk!r}, it must be at least 1" in str(caught.value)

@@ -106,7 +106,7 @@ def test_refusals():
         logprobs(table(), {"output": logits}, Batch(row={"tokens": batch.row["labels"]}))
     with pytest.raises(ModelError, match="params lacks subtree 'output'"):
         logprobs(table(), {}, batch)
-    with pytest.raises(OptionsError, match="logprobs: chunk is 0; it must be finite and at least 1, for example 512"):
+    with pytest.raises(OptionsError, match="logprobs: chunk is 0, it must be at least 1 row"):
         logprobs(table(), {"output": logits}, batch, chunk=0)
     with pytest.raises(OptionsError, match="microbatches is 0"):
         logprobs(table(), {"output": logits}, batch, microbatches=0)

@@ -46,7 +46,7 @@ def one(time=1, **sizes):
 
 def test_filling_and_draining_are_told_from_waiting():
     """Worker 0 waits from 1 to 3, worker 1 fills for 1 and drains for 3; worker 2 has nothing to do."""
-    found = reported("0F0 0B0\n1X0\n", {("F", 0): one(), ("X", 1): one(2), ("B", 0): one(3)})
+    found = reported("0F0 0B0\n1X0\n\n", {("F", 0): one(), ("X", 1): one(2), ("B", 0): one(3)})
     assert (found.makespan, found.bubble) == (6, Fraction(12, 18))
     assert (found.fill_drain, found.waits, found.stalls) == (Fraction(10, 18), Fraction(2, 18), 0)
 
@@ -105,6 +105,15 @@ def test_what_is_on_a_worker_adds_up():
     """In units: parameters 1, gradients 10, inputs 100, outputs 1000, working 10000."""
     costs = {("X", 0): one(parameter=1, gradient=10, input=100, output=1000, working=10000)}
     assert reported("0X0", costs).peak_bytes == (11111,)
+
+
+@pytest.mark.parametrize(("memory", "over"), [(99, (0, 1)), (100, (1,)), (109, (1,)), (110, ()), (float("inf"), ())])
+def test_the_workers_that_pass_their_memory_are_named(memory, over):
+    schedule = Schedule.parse("0F0\n1F0\n")
+    costs = {("F", stage): StageCost(1, 100 + 10 * stage) for stage in (0, 1)}
+    hardware, work = Hardware(memory_bytes=memory), Workload([("F", 0), ("F", 1)], 1)
+    found = report(simulate(schedule, costs, hardware, work), schedule, costs, hardware, work)
+    assert (found.peak_bytes, found.over_memory) == ((100, 110), over)
 
 
 def test_the_next_run_is_there_already():

@@ -20,6 +20,21 @@ def test_a_schedule_prints_and_parses_back(schedule):
     assert Schedule.parse(str(schedule)) == schedule
 
 
+@given(strategies.schedules())
+def test_a_file_may_end_its_last_line(schedule):
+    text = str(schedule)
+    assert Schedule.parse(text if text.endswith("\n") else text + "\n") == schedule
+    assert Schedule.parse(text.replace("\n", "\r\n")) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "num_workers"), [("0F0\n", 1), ("0F0\n\n", 2), ("\n0F0", 2), ("\n", 1), ("", 1), ("\n\n", 2)]
+)
+def test_an_empty_line_is_an_idle_worker(text, num_workers):
+    assert len(Schedule.parse(text).workers) == num_workers
+    assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
+
+
 @given(st.data(), st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 def test_round_robin_deals_slots_like_cards(data, num_layers, num_workers, num_microbatches):
     plan, start = data.draw(strategies.plans(num_layers)), data.draw(st.integers(0, 20))

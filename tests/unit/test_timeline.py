@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from fractions import Fraction
 from itertools import pairwise
@@ -106,7 +107,7 @@ def test_a_timeline_is_drawn_to_a_file(tmp_path, suffix, timeline):
 @pytest.mark.parametrize(
     ("timeline", "unit", "shown", "hidden"),
     [
-        (TIMELINE, None, ["0F0", "1X0", "forward", "fused", "worker 1", "time (ms)"], ["activations", "host", "down"]),
+        (TIMELINE, None, ["0F0", "1X0", "forward", "fused", "worker 1", "time (s)"], ["activations", "host", "down"]),
         (BUSY, "layers", ["activations", "parameters", "update", "host", "up", "down", "time (layers)"], ["gradients"]),
     ],
 )
@@ -117,6 +118,24 @@ def test_a_picture_names_what_it_shows(tmp_path, monkeypatch, timeline, unit, sh
     text = path.read_text()
     assert [word for word in shown if f">{word}<" not in text] == []
     assert [word for word in hidden if f">{word}<" in text] == []
+
+
+@pytest.mark.parametrize(("length", "unit"), [(160.0, "s"), (0.25, "ms"), (2e-5, "µs")])
+def test_the_unit_of_time_suits_the_length(tmp_path, monkeypatch, length, unit):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    draw(Timeline((event(0, "0X0", 7.0, 7.0 + length),), 1), tmp_path / "timeline.svg", "title")
+    text = (tmp_path / "timeline.svg").read_text()
+    assert f">time ({unit})<" in text
+    assert max(float(number) for number in re.findall(r">([0-9.]+)</text>", text)) <= 250
+
+
+@pytest.mark.parametrize("num_workers", [2, 16, 64])
+def test_every_worker_is_named_in_a_picture_of_bounded_size(tmp_path, monkeypatch, num_workers):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    draw(Timeline(tuple(event(n, f"{n}F0", n, n + 1) for n in range(num_workers)), num_workers), tmp_path / "t.svg")
+    text = (tmp_path / "t.svg").read_text()
+    assert all(f">worker {n}<" in text for n in range(num_workers))
+    assert float(re.search(r'height="([0-9.]+)pt"', text)[1]) <= 72 * 16
 
 
 def test_drawing_leaves_pyplot_and_its_windows_alone(tmp_path, monkeypatch):

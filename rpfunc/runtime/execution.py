@@ -1,0 +1,161 @@
+"""Doing one operation: a task on the host's own values, or moving values to a device, computing there, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import UntypedStorage
+
+from rpfunc import tree
+from rpfunc.model import Params
+from rpfunc.runtime.device import Device
+from rpfunc.runtime.iteration import Iteration, Place
+from rpfunc.runtime.operations import BEHIND, Operation
+from rpfunc.runtime.tasks import Inputs, Outputs, perform
+from rpfunc.schedule.task import Task
+from rpfunc.stream.freeze import Frozen
+from rpfunc.stream.streaming import Grads
+
+Run = tuple[Task, ...]
+
+
+class Buffers:
+    """What one worker's device holds of an iteration: of two runs and two tasks at most."""
+
+    def __init__(self) -> None:
+        self.params: dict[Run, Params] = {}
+        self.sums: dict[Run, Grads] = {}
+        self.inputs: dict[Task, Inputs] = {}
+        self.outputs: dict[Task, Outputs] = {}
+
+
+class Execution:
+    """Performs the operations of one iteration on the devices of its workers (None: the host's own memory).
+
+    Buffers are handed over before their copy is complete: only events say when they may be read.
+    """
+
+    def __init__(self, iteration: Iteration, devices: Sequence[Device | None]) -> None:
+        self._iteration, self._devices = iteration, devices
+        self._buffers = [Buffers() for _ in devices]
+
+    def __call__(self, operation: Operation) -> None:
+        """Does the work of one operation; what it waits for has happened."""
+        device, buffers = self._devices[operation.worker], self._buffers[operation.worker]
+        if device is None:
+            self._on_host(operation, buffers)
+        else:
+            getattr(self, f"_{operation.channel}")(operation, device, buffers)
+            _check_room(operation.worker, buffers)
+
+    def _on_host(self, operation: Operation, buffers: Buffers) -> None:
+        iteration, (task, run) = self._iteration, operation[2:4]
+        place, dtype = iteration.place(task), iteration.work.compute_dtype
+        if dtype is not None and task == run[0]:
+            buffers.params[run] = tree.map(lambda leaf: _cast(leaf, dtype), iteration.subtrees(run))
+        params = iteration.params if dtype is None else buffers.params[run]
+        outputs, sums = perform(iteration.work, task, params, iteration.inputs(task), iteration.sums(place))
+        iteration.store(task, outputs)
+        iteration.store_sums(place, sums)
+        if task == run[-1]:
+            buffers.params.pop(run, None)
+
+    def _parameter_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        run, iteration = operation.run, self._iteration
+        dtype = iteration.work.compute_dtype
+        params, sums = iteration.subtrees(run), iteration.sums(self._place(run))
+        buffers.params[run] = tree.map(lambda leaf: _allocate(device, leaf, dtype), params)
+        buffers.sums[run] = tree.map(lambda leaf: _allocate(device, leaf), dict(sums))
+        _copy(device, (buffers.params[run], buffers.sums[run]), (params, dict(sums)), operation.channel)
+
+    def _activation_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        host = self._iteration.inputs(operation.task)
+        target = buffers.inputs[operation.task] = _map(lambda leaf: _allocate(device, leaf), host)
+        _copy(device, _values(target), _values(host), operation.channel)
+
+    def _compute(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        task, run = operation.task, operation.run
+        inputs, params, work = buffers.inputs[task], buffers.params[run], self._iteration.work
+
+        def compute() -> tuple[Outputs, Grads]:
+            outputs, sums = perform(work, task, params, inputs, buffers.sums[run])
+            # a layer may hand on a parameter: what lives on must not be taken away with the parameters
+            borrowed = _storages(params) | _storages(sums)
+            return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage() in borrowed else leaf, outputs), sums
+
+        buffers.outputs[task], buffers.sums[run] = device.run(compute)
+        del buffers.inputs[task]
+        kept = _storages((buffers.outputs[task], buffers.sums[run]))
+        done = _tensors(_values(inputs))
+        if task == run[-1]:
+            done += _tensors(buffers.params.pop(run))
+            if self._place(run) is None:
+                del buffers.sums[run]
+        device.release([leaf for leaf in done if leaf.untyped_storage() not in kept])
+
+    def _activation_download(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        outputs = buffers.outputs[operation.task]
+        host = tree.map(device.allocate_on_host, outputs)
+        self._iteration.store(operation.task, host)
+        _copy(device, host, outputs, operation.channel)
+        device.release(_tensors(buffers.outputs.pop(operation.task)))
+
+    def _gradient_download(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        sums = buffers.sums[operation.run]
+        host = tree.map(device.allocate_on_host, sums)
+        self._iteration.store_sums(self._place(operation.run), host)
+        _copy(device, host, sums, operation.channel)
+        device.release(_tensors(buffers.sums.pop(operation.run)))
+
+    def _place(self, run: Run) -> Place | None:
+        return next((place for place in map(self._iteration.place, run) if place is not None), None)
+
+
+def _check_room(worker: int, buffers: Buffers) -> None:
+    """Raises if a worker holds more than its operations should ever let it."""
+    for what, held in vars(buffers).items():
+        if len(held) > BEHIND:
+            raise RuntimeError(f"worker {worker} holds {what} of {len(held)} tasks or runs at once, {BEHIND} have room")
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return Frozen(leaf.tensor.to(dtype)) if isinstance(leaf, Frozen) else leaf.to(dtype)
+
+
+def _allocate(device: Device, leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    if isinstance(leaf, Frozen):
+        return Frozen(_allocate(device, leaf.tensor, dtype))
+    return device.allocate(leaf, dtype or leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _copy(device: Device, targets: Any, sources: Any, channel: str) -> None:
+    for target, source in zip(_tensors(targets), _tensors(sources), strict=True):
+        device.copy(target, source, channel)
+
+
+def _map(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
+    return inputs._replace(
+        activations=tree.map(function, dict(inputs.activations)),
+        cotangent=tree.map(function, inputs.cotangent),
+        batch=inputs.batch.map(function),
+        total=function(inputs.total),
+    )
+
+
+def _values(inputs: Inputs) -> Any:
+    batch = inputs.batch
+    leaves = (batch.row, batch.example, batch.group, batch.constant)
+    return dict(inputs.activations), inputs.cotangent, tuple(map(dict, leaves)), inputs.total
+
+
+def _tensors(structured: Any) -> list[Tensor]:
+    leaves = [leaf.tensor if isinstance(leaf, Frozen) else leaf for leaf in tree.leaves(structured)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _storages(structured: Any) -> set[UntypedStorage]:
+    return {leaf.untyped_storage() for leaf in _tensors(structured)}

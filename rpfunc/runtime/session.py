@@ -1,0 +1,140 @@
+"""A caller's gradient computations on a runtime: one, or iterations that join."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rpfunc.batch import Batch
+from rpfunc.errors import BatchError, OptionsError
+from rpfunc.model import Params
+from rpfunc.plan.plan import Plan
+from rpfunc.runtime.dispatch import Dispatch
+from rpfunc.runtime.execution import Execution
+from rpfunc.runtime.iteration import Iteration
+from rpfunc.runtime.job import Job, choose_schedule
+from rpfunc.runtime.operations import Trail, Wait, gradient_waits, operations, version_of
+from rpfunc.runtime.progress import Progress, Stopped
+from rpfunc.runtime.tasks import Work
+from rpfunc.runtime.workers import Runtime
+from rpfunc.schedule.timeline import Timeline
+from rpfunc.stream.freeze import thawing
+from rpfunc.stream.value import with_statistic
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a gradient computation reports: the loss (), its denominator () (both float64), and when what ran."""
+
+    loss: Tensor
+    total: Tensor
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gradient computation in flight.
+
+    waits  by subtree, what has to happen before its gradient may be read
+    scale  by which the loss was multiplied, a power of two
+    """
+
+    iteration: Iteration
+    dispatch: Dispatch
+    total: Tensor
+    waits: dict[str, list[Wait]]
+    scale: float = 1.0
+
+    def wait(self) -> Result:
+        """Returns the result once all tasks have ended; raises what a task raised."""
+        timeline = self.dispatch.wait()
+        return Result(self.iteration.loss() / self.scale, self.total, timeline)
+
+    def cancel(self) -> None:
+        """Drops what has not begun and returns once the workers are free."""
+        self.dispatch.cancel()
+
+
+class Session:
+    """Iterations of one job on one runtime, numbered from 0; later ones may be started while earlier ones run."""
+
+    def __init__(self, job: Job, runtime: Runtime) -> None:
+        if job.recompute == "none" and not all(runtime.shares_memory):
+            raise OptionsError(
+                "options: recompute=False keeps residuals in the host's memory, and some workers have their own; "
+                "recompute='layer' would do"
+            )
+        self.job, self.runtime, self.progress = job, runtime, Progress()
+        self._model = job.model if job.frozen is None else thawing(job.model)
+        self._next = 0
+        self._trails: list[Trail] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drops all that has not begun if the block ends by an error, an interrupt that no wait has seen included."""
+        if error is not None:
+            self.progress.fail(RuntimeError("cancelled"), 0)
+
+    def start(
+        self,
+        params: Params,
+        batch: Batch,
+        plan: Plan,
+        *,
+        total: Tensor | None = None,
+        version: int | None = None,
+        scale: float = 1.0,
+    ) -> Running:
+        """Starts the next iteration; where slots are dealt like cards, the runtime's cursor moves on by them.
+
+        params   frozen leaves are marked. They may be filled while it runs: then their `version` says whose events
+                 tell that a subtree is there
+        """
+        job, runtime = self.job, self.runtime
+        prepared, total = prepare(job, batch, total)
+        pieces = prepared.microbatches(job.microbatches)
+        schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
+        if job.objective.statistic is not None and version is not None:
+            self._await_version(params, version)
+        pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
+        work = Work(self._model, job.objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
+        iteration = Iteration(work, params, pieces, total / scale)
+        number, shares_memory = self._next, runtime.shares_memory
+        lines, self._trails = operations(number, schedule, work, shares_memory, version, self._trails)
+        waits = gradient_waits(number, schedule, work, shares_memory)
+        if job.schedule is None:
+            runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
+        self._next += 1
+        perform = Execution(iteration, runtime.devices)
+        dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
+        return Running(iteration, dispatch, total, waits, scale)
+
+    def _await_version(self, params: Params, version: int) -> None:
+        names = {name for layer in self._model.layers for name in layer.subtrees}
+        try:
+            self.progress.wait([version_of(version, name) for name in names], self._next)
+        except Stopped:
+            failure = self.progress.failure(self._next)
+            assert failure is not None
+            raise failure from None
+
+
+def prepare(job: Job, batch: Any, total: Any = None) -> tuple[Batch, Tensor]:
+    """Returns (the batch with what the objective adds, its total). Raises BatchError if that cannot be."""
+    if not isinstance(batch, Batch):
+        raise BatchError(f"batch: is a {type(batch).__name__}, needs a Batch, as in Batch(row={{'tokens': tokens}})")
+    prepared = job.objective.prepare(batch)
+    total = job.objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
+    if total.dim():
+        raise BatchError(f"batch: total has shape {tuple(total.shape)}, it must be one number")
+    if not bool(torch.isfinite(total)):
+        raise BatchError(f"batch: the {job.objective.name} objective's total is {total.item()}, it must be finite")
+    return prepared, total
