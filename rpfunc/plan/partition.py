@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems, rate_problems
+from rpfunc.plan.checks import count_problems, size_problems
 from rpfunc.plan.costs import LayerCost, layer_costs
 from rpfunc.plan.filling import ROUNDING, Filled, Line, num_slots, smallest_bound
 from rpfunc.plan.plan import Plan, Span
@@ -164,7 +164,7 @@ def _check(
     if len(trained) != len(models):
         problems.append(f"trained says so of {len(trained)} models, there are {len(models)}")
     problems += count_problems({"workers": workers} | ({} if microbatches is None else {"microbatches": microbatches}))
-    problems += [] if memory is None else rate_problems({"memory": memory})
+    problems += [] if memory in (None, math.inf) else size_problems({"memory": memory})
     if problems:
         raise PlanError.listing("partition", problems)
 

@@ -11,7 +11,8 @@ import torch
 
 class CallersContext(NamedTuple):
     """Autocast of each device type (enabled, dtype) and the default device. Grad mode is off where tasks run:
-    gradients come from `torch.func.vjp` alone."""
+    gradients come from `torch.func.vjp` alone.
+    """
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device

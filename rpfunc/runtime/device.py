@@ -107,22 +107,18 @@ class LinkedCpu:
         self._index = index
         self._random: dict[str, random.Random] = {}
 
-    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
         return self._spoil(torch.empty_like(like, dtype=dtype))
 
-    def allocate_on_host(self, like: Tensor) -> Tensor:
+    def allocate_on_host(self, like: Tensor) -> Tensor:  # noqa: D102
         return self._spoil(torch.empty_like(like))
 
-    def copy(self, target: Tensor, source: Tensor, channel: str) -> None:
+    def copy(self, target: Tensor, source: Tensor, channel: str) -> None:  # noqa: D102
         direction = channel.rpartition("_")[2]
         lane, rate = self._lanes[direction], getattr(self._link, direction)
         urgent = channel in URGENT
         pieces = [(target, source)] if urgent else list(_pieces(target, source, self._link.piece_bytes))
-        if self._link.disorder is not None:
-            # a generator of each channel's own: what it draws does not depend on when other channels draw
-            draws = self._random.setdefault(channel, random.Random(f"{self._link.disorder} {self._index} {channel}"))
-            time.sleep(draws.random() * LONGEST_DELAY_S)
-            draws.shuffle(pieces)
+        self._dawdle(channel, pieces)
         for place, part in pieces:
             with lane.turn(urgent):
                 end = time.perf_counter() + source.element_size() * part.numel() / rate
@@ -130,12 +126,21 @@ class LinkedCpu:
                 _sleep_until(end)
         _sleep_until(time.perf_counter() + self._link.latency_s)
 
-    def run(self, function: Callable[[], T]) -> T:
+    def run(self, function: Callable[[], T]) -> T:  # noqa: D102  (see Device)
+        self._dawdle("compute", [])
         return function()
 
-    def release(self, buffers: Iterable[Tensor]) -> None:
+    def release(self, buffers: Iterable[Tensor]) -> None:  # noqa: D102
         for buffer in buffers:
             self._spoil(buffer)
+
+    def _dawdle(self, channel: str, pieces: list[tuple[Tensor, Tensor]]) -> None:
+        """In disorder: takes a while, and shuffles the pieces."""
+        if self._link.disorder is not None:
+            # a generator of each channel's own: what it draws does not depend on when other channels draw
+            draws = self._random.setdefault(channel, random.Random(f"{self._link.disorder} {self._index} {channel}"))
+            time.sleep(draws.choice((0.0, 0.1, 1.0)) * LONGEST_DELAY_S)
+            draws.shuffle(pieces)
 
     def _spoil(self, buffer: Tensor) -> Tensor:
         if self._link.disorder is not None:
@@ -146,8 +151,8 @@ class LinkedCpu:
         return buffer
 
 
-LONGEST_DELAY_S = 0.002
-"""Of a copy in disorder, before it begins."""
+LONGEST_DELAY_S = 0.003
+"""Of a copy or a task in disorder, before it begins."""
 
 
 def _pieces(target: Tensor, source: Tensor, piece_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:

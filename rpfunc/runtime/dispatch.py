@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.context import CallersContext
 from rpfunc.runtime.operations import Line, Operation
@@ -34,7 +32,7 @@ class Dispatch:
         perform: Callable[[Operation], None],
     ) -> None:
         self._progress, self._iteration, self._plan, self._perform = progress, iteration, plan, perform
-        self._context = CallersContext.here()
+        self._context, self._recorder = CallersContext.here(), runtime.recorder
         self._ended = threading.Condition()
         self._events: list[Event] = []
         jobs = {
@@ -75,12 +73,14 @@ class Dispatch:
         try:
             with self._context.entered():
                 for operation in operations:
-                    self._progress.wait((wait.event for wait in operation.waits), self._iteration)
-                    start_s = time.perf_counter()
-                    self._perform(operation)
                     worker, channel, task = operation[:3]
+                    event, waits = Happened(self._iteration, channel, task), [wait.event for wait in operation.waits]
+                    self._progress.wait(waits, self._iteration)
+                    start_s = time.perf_counter()
+                    with self._recorder.operation((worker, channel), event, waits):
+                        self._perform(operation)
                     self._events.append(Event(worker, channel, task, start_s, time.perf_counter()))
-                    self._progress.record(Happened(self._iteration, channel, task))
+                    self._progress.record(event)
         except Stopped:
             pass
         except BaseException as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rpfunc.runtime.device import Device
 from rpfunc.runtime.iteration import Iteration, Place
 from rpfunc.runtime.operations import BEHIND, Operation
 from rpfunc.runtime.tasks import Inputs, Outputs, perform
+from rpfunc.runtime.trace import Recorder
 from rpfunc.schedule.task import Task
 from rpfunc.stream.freeze import Frozen
 from rpfunc.stream.streaming import Grads
@@ -39,8 +39,10 @@ class Execution:
     Buffers are handed over before their copy is complete: only events say when they may be read.
     """
 
-    def __init__(self, iteration: Iteration, devices: Sequence[Device | None]) -> None:
-        self._iteration, self._devices = iteration, devices
+    def __init__(
+        self, iteration: Iteration, devices: Sequence[Device | None], recorder: Recorder | None = None
+    ) -> None:
+        self._iteration, self._devices, self._recorder = iteration, devices, recorder or Recorder(False)
         self._buffers = [Buffers() for _ in devices]
 
     def __call__(self, operation: Operation) -> None:
@@ -55,9 +57,10 @@ class Execution:
     def _on_host(self, operation: Operation, buffers: Buffers) -> None:
         iteration, (task, run) = self._iteration, operation[2:4]
         place, dtype = iteration.place(task), iteration.work.compute_dtype
-        if dtype is not None and task == run[0]:
-            buffers.params[run] = tree.map(lambda leaf: _cast(leaf, dtype), iteration.subtrees(run))
-        params = iteration.params if dtype is None else buffers.params[run]
+        if task == run[0]:
+            params = iteration.subtrees(run)
+            buffers.params[run] = params if dtype is None else tree.map(lambda leaf: _cast(leaf, dtype), params)
+        params = buffers.params[run]
         outputs, sums = perform(iteration.work, task, params, iteration.inputs(task), iteration.sums(place))
         iteration.store(task, outputs)
         iteration.store_sums(place, sums)
@@ -70,15 +73,22 @@ class Execution:
         params, sums = iteration.subtrees(run), iteration.sums(self._place(run))
         buffers.params[run] = tree.map(lambda leaf: _allocate(device, leaf, dtype), params)
         buffers.sums[run] = tree.map(lambda leaf: _allocate(device, leaf), dict(sums))
+        self._recorder.write("device parameters", operation.worker, operation.side)
+        self._recorder.write("device sums", operation.worker, operation.side)
         _copy(device, (buffers.params[run], buffers.sums[run]), (params, dict(sums)), operation.channel)
 
     def _activation_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         host = self._iteration.inputs(operation.task)
         target = buffers.inputs[operation.task] = _map(lambda leaf: _allocate(device, leaf), host)
+        self._recorder.write("device inputs", operation.worker, operation.place)
         _copy(device, _values(target), _values(host), operation.channel)
 
     def _compute(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         task, run = operation.task, operation.run
+        self._recorder.write("device inputs", operation.worker, operation.place)  # their cotangent is donated
+        self._recorder.read("device parameters", operation.worker, operation.side)
+        self._recorder.write("device sums", operation.worker, operation.side)
+        self._recorder.write("device outputs", operation.worker, operation.place)
         inputs, params, work = buffers.inputs[task], buffers.params[run], self._iteration.work
 
         def compute() -> tuple[Outputs, Grads]:
@@ -98,6 +108,7 @@ class Execution:
         device.release([leaf for leaf in done if leaf.untyped_storage() not in kept])
 
     def _activation_download(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        self._recorder.read("device outputs", operation.worker, operation.place)
         outputs = buffers.outputs[operation.task]
         host = tree.map(device.allocate_on_host, outputs)
         self._iteration.store(operation.task, host)
@@ -105,6 +116,7 @@ class Execution:
         device.release(_tensors(buffers.outputs.pop(operation.task)))
 
     def _gradient_download(self, operation: Operation, device: Device, buffers: Buffers) -> None:
+        self._recorder.read("device sums", operation.worker, operation.side)
         sums = buffers.sums[operation.run]
         host = tree.map(device.allocate_on_host, sums)
         self._iteration.store_sums(self._place(operation.run), host)

@@ -13,6 +13,7 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Params
 from rpfunc.runtime.tasks import Inputs, Outputs, Work, adds
+from rpfunc.runtime.trace import Recorder
 from rpfunc.schedule.task import Task
 from rpfunc.stream.streaming import Grads, StagePullback
 
@@ -26,16 +27,32 @@ class Iteration:
     Called from many threads: the schedule's dependencies order every two tasks that touch one entry, so no lock is
     needed. The gradients of a stage and a block are written by their own tasks alone, in microbatch order.
 
-    params  by name, the subtrees of the version that this iteration reads; may be filled while it goes on
+    params           by name, the subtrees of the version that this iteration reads; may be filled while it goes on
+    number, version  of the iteration, and of the parameters that it reads, for the record
     """
 
-    def __init__(self, work: Work, params: Params, microbatches: Sequence[Batch], total: Tensor) -> None:
+    def __init__(
+        self,
+        work: Work,
+        params: Params,
+        microbatches: Sequence[Batch],
+        total: Tensor,
+        recorder: Recorder | None = None,
+        number: int = 0,
+        version: int = 0,
+    ) -> None:
         self.work, self.params, self.total = work, params, total
+        self._recorder, self._number, self._version = recorder or Recorder(False), number, version
         self._microbatches = microbatches
         tasks = work.workload.tasks
         # of each (layer, microbatch): how many tasks will read its input, and whether its residuals are kept
         self._readers = Counter((first, task.microbatch) for task in tasks for first in _read(work, task))
         self._kept = {(layer, task.microbatch) for task in tasks for layer in _transposed(work, task)}
+        places = {self.place(task): work.span(task) for task in tasks if adds(task)}
+        self._places = [
+            sorted((place for place, span in places.items() if place and layer in range(*span)), key=lambda p: p[2])
+            for layer in range(work.model.num_layers)
+        ]
         self._activations: dict[tuple[int, int], tuple[Any, int]] = {}
         self._pullbacks: dict[tuple[int, int], StagePullback] = {}
         self._cotangents: dict[int, Flat] = {}
@@ -46,6 +63,8 @@ class Iteration:
     def inputs(self, task: Task) -> Inputs:
         """Returns what a task reads; what nothing else will read is let go of."""
         m, (start, stop) = task.microbatch, self.work.span(task)
+        for layer in _transposed(self.work, task):
+            self._recorder.read("residuals", self._number, layer, m)
         layers = range(start + 1, stop + 1)
         return Inputs(
             {layer: self._take(layer, m) for layer in _read(self.work, task)},
@@ -61,17 +80,24 @@ class Iteration:
         """Keeps what a task hands on."""
         m = task.microbatch
         for layer, value in outputs.activations.items():
+            self._recorder.write("activation", self._number, layer, m)
             self._activations[layer, m] = value, self._readers[layer, m]
         for layer, pullback in outputs.pullbacks.items():
+            self._recorder.write("residuals", self._number, layer, m)
             self._pullbacks[layer, m] = pullback
         if outputs.cotangent is not None:
+            self._recorder.write("cotangent", self._number, m)
             self._cotangents[m] = outputs.cotangent
         if outputs.loss is not None:
+            self._recorder.write("loss", self._number, m)
             self._losses[m] = outputs.loss
 
     def subtrees(self, tasks: Sequence[Task]) -> Params:
         """Returns the parameter subtrees that any of the tasks reads."""
-        return {name: self.params[name] for task in tasks for name in self.work.subtrees(task)}
+        names = {name for task in tasks for name in self.work.subtrees(task)}
+        for name in names:
+            self._recorder.read("main", self._version, name)
+        return {name: self.params[name] for name in names}
 
     def place(self, task: Task) -> Place | None:
         """Returns which gradients a task adds to; None: to none."""
@@ -82,11 +108,15 @@ class Iteration:
 
     def sums(self, place: Place | None) -> Grads:
         """Returns the sums so far, nothing before the first task of a place."""
-        return {} if place is None else self._sums.get(place, {})
+        if place is None:
+            return {}
+        self._recorder.read("sums", self._number, place)
+        return self._sums.get(place, {})
 
     def store_sums(self, place: Place | None, sums: Grads) -> None:
         """Keeps the sums with another task's contributions."""
         if place is not None:
+            self._recorder.write("sums", self._number, place)
             self._sums[place] = sums
 
     def loss(self) -> Tensor:
@@ -98,11 +128,11 @@ class Iteration:
 
         Blocks are added in order, then layers. To be asked for once: sums are donated to it.
         """
-        places = sorted(self._sums, key=lambda place: place[2])
         layers = self.work.model.layers
-        by_layer = [
-            [self._sums[place][layer.name] for place in places if layer.name in self._sums[place]] for layer in layers
-        ]
+        by_layer = []
+        for index, layer in enumerate(layers):
+            places = self._places[index] if name in layer.subtrees else ()
+            by_layer.append([self.sums(place)[layer.name] for place in places if layer.name in self.sums(place)])
         return self.work.model.sum_grad(name, by_layer, self.params)
 
     def grads(self) -> dict[str, Any]:
@@ -114,8 +144,11 @@ class Iteration:
         stage, kind, m = task
         if kind == "F":
             return ()
+        if kind in "IW":
+            self._recorder.write("held cotangent", self._number, stage, m)
         if kind == "W":
             return self._held.pop((stage, m))
+        self._recorder.write("cotangent", self._number, m)
         cotangent = self._cotangents.pop(m, ())
         if kind == "I":
             self._held[stage, m] = cotangent
@@ -126,6 +159,7 @@ class Iteration:
         """Returns the input of `layer`, and lets go of it if this was its last reader; layer 0 has none."""
         if layer == 0:
             return ()
+        self._recorder.read("activation", self._number, layer, m)
         value, readers = self._activations[layer, m]
         if readers == 1:
             del self._activations[layer, m]

@@ -27,7 +27,6 @@ Source: own, after RoundPipe (arXiv 2604.27085): its five channels and per-layer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from rpfunc.runtime.progress import Happened
@@ -180,7 +179,10 @@ def _room(what: str, last: Happened | None) -> list[Wait]:
 
 
 def _runs(tasks: Sequence[Task], work: Work) -> list[tuple[Task, ...]]:
-    """Returns the longest stretches of one slot and block; I and W belong to the slot B."""
+    """Returns the longest stretches of one slot and block whose sums go on inside; I and W belong to the slot B.
+
+    Where sums come from elsewhere, a new run begins: a run that waited for them at its start might be what they need.
+    """
     starts = work.workload.block_starts
 
     def slot(task: Task) -> tuple[int, str, int]:
@@ -188,4 +190,10 @@ def _runs(tasks: Sequence[Task], work: Work) -> list[tuple[Task, ...]]:
         block = 0 if kind == "F" else sum(start <= m for start in starts)
         return stage, "B" if kind in "IW" else kind, block
 
-    return [tuple(run) for _, run in groupby(tasks, key=slot)]
+    runs: list[list[Task]] = []
+    for task in tasks:
+        order = [other for other in work.workload.dependencies(task) if other.microbatch != task.microbatch]
+        if not runs or slot(task) != slot(runs[-1][-1]) or not set(order) <= set(runs[-1]):
+            runs.append([])
+        runs[-1].append(task)
+    return list(map(tuple, runs))

@@ -106,14 +106,14 @@ class Session:
             self._await_version(params, version)
         pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
         work = Work(self._model, job.objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
-        iteration = Iteration(work, params, pieces, total / scale)
         number, shares_memory = self._next, runtime.shares_memory
+        iteration = Iteration(work, params, pieces, total / scale, runtime.recorder, number, version or 0)
         lines, self._trails = operations(number, schedule, work, shares_memory, version, self._trails)
         waits = gradient_waits(number, schedule, work, shares_memory)
         if job.schedule is None:
             runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
         self._next += 1
-        perform = Execution(iteration, runtime.devices)
+        perform = Execution(iteration, runtime.devices, runtime.recorder)
         dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
         return Running(iteration, dispatch, total, waits, scale)
 

@@ -115,6 +115,10 @@ class Store:
         self.values = Values(params, state, _unmarked(self.versions[number]) if self._staleness else None)
         del read
 
+    def taken_over(self, number: int) -> int | None:
+        """Returns the version whose memory step `number` writes over, if it does."""
+        return self.read_by(number) if self._free(number) else None
+
     def _free(self, number: int) -> dict[str, Any]:
         """Returns the main copies that may be written over: those that iteration `number` has read."""
         read = self.versions[self.read_by(number)]

@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
     total: Tensor
     keep: Collection[int] = ()
     linearized: Collection[int] = ()
-    pullbacks: Mapping[int, StagePullback] = {}  # noqa: RUF012  (never written to)
+    pullbacks: Mapping[int, StagePullback] = {}
 
 
 class Outputs(NamedTuple):

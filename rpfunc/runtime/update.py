@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -13,10 +13,12 @@ from rpfunc.optim import Transformation
 from rpfunc.optim.clip import squared_norms
 from rpfunc.optim.leafwise import LeafwiseState, exact_sum, measure
 from rpfunc.runtime.operations import version_of
-from rpfunc.runtime.progress import Progress
+from rpfunc.runtime.progress import Happened, Progress
 from rpfunc.runtime.session import Running
 from rpfunc.runtime.state import Values
 from rpfunc.runtime.store import Store
+from rpfunc.runtime.trace import Recorder
+from rpfunc.runtime.workers import UPDATE
 
 
 class Measured(NamedTuple):
@@ -33,7 +35,7 @@ class Measured(NamedTuple):
 
 
 def measure_gradients(
-    optimizer: Transformation, store: Store, running: Running, progress: Progress, number: int
+    optimizer: Transformation, store: Store, running: Running, progress: Progress, recorder: Recorder, number: int
 ) -> Measured:
     """Takes each subtree's gradient once its last contribution is there, the model's last subtree first.
 
@@ -44,8 +46,10 @@ def measure_gradients(
     parts: list[float] = []
     leafwise, state = optimizer.leafwise, store.values.optimizer_state
     for name in reversed(store.names):
-        progress.wait((wait.event for wait in running.waits.get(name, ())), number)
-        gradient = running.iteration.gradient(name)
+        waits = [wait.event for wait in running.waits.get(name, ())]
+        progress.wait(waits, number)
+        with recorder.operation(UPDATE, Happened(number, "gradient", name), waits):
+            gradient = running.iteration.gradient(name)
         if running.scale != 1.0:
             for leaf in _tensors(gradient):
                 leaf.div_(running.scale)
@@ -59,14 +63,14 @@ def measure_gradients(
     return Measured(gradients, sqrt(exact_sum(squares)), parts)
 
 
-def make_step(store: Store, measured: Measured, progress: Progress, number: int) -> Values:
+def make_step(store: Store, measured: Measured, progress: Progress, recorder: Recorder, number: int) -> Values:
     """Makes the next version and the optimizer's next copy, and tells of each subtree when it is there.
 
     An error stops the iterations that would read it.
     """
     try:
-        for name in store.advance(number, measured.gradients, measured.parts):
-            progress.record(version_of(number + 1, name))
+        names = store.advance(number, measured.gradients, measured.parts)
+        _tell(names, store, store.taken_over(number), progress, recorder, number)
     except BaseException as error:
         error.add_note(f"rpfunc: in the optimizer's step {number + 1} of this run")
         progress.fail(error, number + 1)
@@ -74,11 +78,29 @@ def make_step(store: Store, measured: Measured, progress: Progress, number: int)
     return store.values
 
 
-def skip_step(store: Store, progress: Progress, number: int) -> Values:
+def skip_step(store: Store, progress: Progress, recorder: Recorder, number: int) -> Values:
     """Makes the next version the same as this one."""
-    for name in store.skip(number):
-        progress.record(version_of(number + 1, name))
+    _tell(store.skip(number), store, None, progress, recorder, number)
     return store.values
+
+
+def _tell(
+    names: Iterator[str],
+    store: Store,
+    taken_over: int | None,
+    progress: Progress,
+    recorder: Recorder,
+    number: int,
+) -> None:
+    for name in store.names:
+        event = version_of(number + 1, name)
+        with recorder.operation(UPDATE, event, ()):
+            assert next(names) == name
+            recorder.write("main", number + 1, name)
+            if taken_over is not None:
+                recorder.write("main", taken_over, name)
+        progress.record(event)
+    next(names, None)  # lets it finish
 
 
 def _tensors(gradient: Any) -> list[Tensor]:

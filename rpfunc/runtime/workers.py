@@ -14,6 +14,7 @@ import torch
 from rpfunc.errors import OptionsError
 from rpfunc.runtime.device import Device, Link, LinkedCpu
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
+from rpfunc.runtime.trace import Recorder
 from rpfunc.schedule.timeline import HOST
 
 MOST_THREADS = 4096
@@ -62,20 +63,22 @@ class Runtime:
     """Worker threads and the round-robin cursor, for the length of a `with` block.
 
     Without workers the caller's own thread does the work, as worker 0. One more thread serves the optimizer where it
-    works beside the workers.
+    works beside the workers. With `record`, `recorder.trace` has what each operation has read and written, of which
+    `rpfunc.testing.races` proves that events order it.
 
     >>> with Runtime([Cpu(), Cpu()]) as runtime:
     ...     runtime.num_workers
     2
     """
 
-    def __init__(self, workers: Sequence[Cpu] = ()) -> None:
+    def __init__(self, workers: Sequence[Cpu] = (), *, record: bool = False) -> None:
         self.workers = tuple(workers)
         odd = [worker for worker in self.workers if not isinstance(worker, Cpu)]
         if odd:
             raise OptionsError(f"runtime: {odd[0]!r} is no worker, needs specs such as [Cpu(threads=1)]")
         self.num_workers = max(1, len(self.workers))
         self.cursor = 0
+        self.recorder = Recorder(record)
         self.devices: list[Device | None] = [worker.open(index) for index, worker in enumerate(self.workers)] or [None]
         self._queues: dict[Channel, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []

@@ -12,6 +12,7 @@ from rpfunc.testing.oracles import (
     assert_equal_bits,
     gradient_error,
 )
+from rpfunc.testing.traces import races
 
 __all__ = [
     "assert_close",
@@ -21,4 +22,5 @@ __all__ = [
     "assert_streams",
     "assert_streams_objective",
     "gradient_error",
+    "races",
 ]

@@ -263,18 +263,20 @@ class _Flight:
             wait([self._step])
 
     def _measure(self, running: Running, number: int) -> Measured:
-        return measure_gradients(self._steps.optimizer, self._store, running, self.session.progress, number)
+        return measure_gradients(
+            self._steps.optimizer, self._store, running, self.session.progress, self._runtime.recorder, number
+        )
 
     def _make(self, state: State, measured: Measured, number: int, skipped: bool) -> Values:
         progress = self.session.progress
         progress.forget(number)
         if skipped:
-            values = skip_step(self._store, progress, number)
+            values = skip_step(self._store, progress, self._runtime.recorder, number)
         else:
             if self._steps.donate:
                 state.consume()
             try:
-                values = make_step(self._store, measured, progress, number)
+                values = make_step(self._store, measured, progress, self._runtime.recorder, number)
             except BaseException:
                 if self._steps.donate:
                     state.break_with(f"the update of step {state.step + 1}")

@@ -2,12 +2,11 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpfunc import Batch, Cpu, Runtime, State, optim, train_steps, tree, value_and_grad
+from rpfunc import Cpu, State, optim, train_steps, tree, value_and_grad
 from rpfunc.runtime import Link
 from rpfunc.testing import assert_equal_bits, exact
 

@@ -139,6 +139,18 @@ def test_wrong_runs_are_refused(wrong, wanted, monkeypatch):
         check(wanted)
 
 
+def test_tasks_that_add_nothing_leave_the_sums_alone(monkeypatch):
+    """A stage goes forward on one worker while it already goes backward on another."""
+    options = {"plan": "F0:1 F1:4 B0:2 B2:4", "workers": 2, "microbatches": 4}
+    wanted = run(ROUNDING, microbatches=4)
+    for _ in range(20):
+        assert_equal_bits(run(ROUNDING, **options), wanted)
+    monkeypatch.setattr(session, "Iteration", SumsInEveryTask)
+    found = [run(ROUNDING, **options) for _ in range(20)]
+    with pytest.raises(AssertionError):
+        assert_equal_bits(found, [wanted] * 20)
+
+
 @pytest.mark.parametrize(
     ("place", "wrong"), [("execution.perform", gradient_in_both_halves), ("session.Work", ForgetsHalves)]
 )

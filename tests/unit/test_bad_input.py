@@ -219,7 +219,7 @@ SAID = {
     ),
     "memory that is no number": (
         lambda: partition(LAYERS, 2, memory=math.nan),
-        "partition: memory is nan, it must be above 0",
+        "partition: memory is nan, it must be at least 0 and finite",
     ),
     "memory that is nearly enough": (
         lambda: partition([LayerCost(0.7, 0.7, 2.3, 0.1, 1.1, 0.7, 0.1, 0.7, 0.7)], 1, 1, 2.8),
