@@ -1,9 +1,10 @@
 """Everything that knows threads and time: workers, dispatch of a schedule, gradients, training state."""
 
+from rpfunc.runtime.apply import apply
 from rpfunc.runtime.device import Link
 from rpfunc.runtime.session import Result
 from rpfunc.runtime.state import State
 from rpfunc.runtime.value_and_grad import Workers, value_and_grad
 from rpfunc.runtime.workers import Cpu, Runtime
 
-__all__ = ["Cpu", "Link", "Result", "Runtime", "State", "Workers", "value_and_grad"]
+__all__ = ["Cpu", "Link", "Result", "Runtime", "State", "Workers", "apply", "value_and_grad"]

@@ -47,6 +47,8 @@ class Iteration:
         tasks = work.workload.tasks
         # of each (layer, microbatch): how many tasks will read its input, and whether its residuals are kept
         self._readers = Counter((first, task.microbatch) for task in tasks for first in _read(work, task))
+        if work.objective is None:
+            self._readers.update((work.model.num_layers, m) for m in range(len(microbatches)))  # `outputs`
         self._kept = {(layer, task.microbatch) for task in tasks for layer in _transposed(work, task)}
         places = {self.place(task): work.span(task) for task in tasks if adds(task)}
         self._places = [
@@ -122,6 +124,10 @@ class Iteration:
     def loss(self) -> Tensor:
         """Returns the sum of the microbatches' losses, in order: (), float64."""
         return torch.stack([loss.double() for loss in self._losses]).sum()
+
+    def outputs(self) -> list[Any]:
+        """Returns each microbatch's output of the model, where there is no objective; to be asked for once."""
+        return [self._take(self.work.model.num_layers, m) for m in range(len(self._microbatches))]
 
     def gradient(self, name: str) -> Any:
         """Returns the gradient of a subtree, float32 or wider, once all tasks that add to it have ended.

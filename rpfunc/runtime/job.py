@@ -33,7 +33,7 @@ class Job:
     """What `value_and_grad` was asked for. Raises OptionsError or PlanError listing what cannot work."""
 
     model: Model
-    objective: Objective
+    objective: Objective | None
     plan: Plan | None
     microbatches: int
     streaming: Streaming
@@ -42,10 +42,13 @@ class Job:
     schedule: Schedule | Scheduler | None = None
     blocks: int = 1
     compute_dtype: torch.dtype | None = None
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
         problems = self.streaming.problems()
-        kinds = {"model": (self.model, Model), "objective": (self.objective, Objective)}
+        kinds: dict[str, tuple[object, type]] = {"model": (self.model, Model)}
+        if not self.forward_only:
+            kinds["objective"] = self.objective, Objective
         problems += [
             f"{name} is a {type(found).__name__}, needs {kind.__name__} (a function such as sft must be called)"
             for name, (found, kind) in kinds.items()
@@ -80,7 +83,14 @@ class Job:
             raise OptionsError.listing("options", problems)
         if self.streaming.order == "chunk":
             check_stepping(self.model.layers)
-        if self.plan is not None:
+        if self.plan is not None and self.forward_only:
+            if self.plan.backward or self.plan.fused:
+                raise PlanError(
+                    f"plan '{self.plan}': has stages that take gradients, and none are asked for; needs forward stages "
+                    f"alone, as in 'F0:{self.model.num_layers}'"
+                )
+            self.plan.check(self.model.num_layers, trained=False)
+        elif self.plan is not None:
             if not self.plan.backward and self.plan.fused is None:
                 backward = Plan((), None, self.plan.forward)
                 raise PlanError(

@@ -102,9 +102,10 @@ class Session:
         prepared, total = prepare(job, batch, total)
         pieces = prepared.microbatches(job.microbatches)
         schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
-        if job.objective.statistic is not None and version is not None:
-            self._await_version(params, version)
-        pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
+        if job.objective is not None and job.objective.statistic is not None:
+            if version is not None:
+                self._await_version(version)
+            pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
         work = Work(self._model, job.objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory
         iteration = Iteration(work, params, pieces, total / scale, runtime.recorder, number, version or 0)
@@ -117,7 +118,7 @@ class Session:
         dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
         return Running(iteration, dispatch, total, waits, scale)
 
-    def _await_version(self, params: Params, version: int) -> None:
+    def _await_version(self, version: int) -> None:
         names = {name for layer in self._model.layers for name in layer.subtrees}
         try:
             self.progress.wait([version_of(version, name) for name in names], self._next)
@@ -131,6 +132,8 @@ def prepare(job: Job, batch: Any, total: Any = None) -> tuple[Batch, Tensor]:
     """Returns (the batch with what the objective adds, its total). Raises BatchError if that cannot be."""
     if not isinstance(batch, Batch):
         raise BatchError(f"batch: is a {type(batch).__name__}, needs a Batch, as in Batch(row={{'tokens': tokens}})")
+    if job.objective is None:
+        return batch, torch.zeros((), dtype=torch.float64)
     prepared = job.objective.prepare(batch)
     total = job.objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
     if total.dim():

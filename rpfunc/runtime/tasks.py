@@ -29,11 +29,12 @@ Recompute = Literal["stage", "layer", "none"]
 class Work:
     """What is to be computed: the same for every task of an iteration.
 
+    objective      None: outputs are handed on instead of scored, and there is no backward pass
     compute_dtype  that parameters have where tasks run; None: their own
     """
 
     model: Model
-    objective: Objective
+    objective: Objective | None
     plan: Plan
     streaming: Streaming
     recompute: Recompute
@@ -42,8 +43,8 @@ class Work:
 
     @property
     def head(self) -> int:
-        """The index of the last layer."""
-        return self.model.num_layers - 1
+        """The index of the layer whose output is scored, the last one; without an objective there is none so far up."""
+        return self.model.num_layers - (self.objective is not None)
 
     def span(self, task: Task) -> Span:
         """Returns the layers that a task works on."""
@@ -81,7 +82,7 @@ class Inputs(NamedTuple):
     cotangent    of the output of the task's last layer; () at the turn and for F
     batch        the microbatch
     total        (), the loss's denominator
-    keep         of which layers F hands on the input (num_layers stands for nothing: there is no such layer)
+    keep         of which layers F hands on the input; num_layers stands for the model's output
     linearized   of which layers F hands on the pullback
     pullbacks    by layer index, what F has handed on to B
     """
@@ -142,7 +143,7 @@ def _forward(work: Work, task: Task, params: Params, inputs: Inputs) -> Outputs:
         kept = stage_forward(layers, params, x, batch, how, wanted)
         x = kept.get(end - start, x)
         activations = {index + start: value for index, value in kept.items() if index + start in inputs.keep}
-    if stop <= work.head:
+    if stop <= work.head or work.objective is None:
         return Outputs(activations, pullbacks, None, None)
     sums = head_value(work.model.layers[-1], work.objective, params, x, batch, how)
     return Outputs(activations, pullbacks, None, work.objective.loss(sums, batch, inputs.total))
@@ -158,7 +159,7 @@ def _backward(work: Work, task: Task, params: Params, inputs: Inputs, sums: Grad
     activations = dict(inputs.activations)
     for start, stop in reversed(work.segments(task)):
         layers, x = work.model.layers[start:stop], activations.pop(start)
-        if stop > work.head:
+        if stop > work.head and work.objective is not None:
             loss, cotangent, sums = stage_fused(
                 layers, work.objective, params, x, inputs.batch, inputs.total, how, sums
             )
