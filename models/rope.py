@@ -35,7 +35,8 @@ def rotate(
     One example's positions serve all, or each has its own.
     """
     half = x.shape[-1] // 2
-    frequencies = torch.tensor(rope.frequencies, device=x.device, dtype=rope.dtype)
+    # made on the host and copied without a wait: a tensor made elsewhere would wait for all that is under way there
+    frequencies = torch.tensor(rope.frequencies, device="cpu", dtype=rope.dtype).to(x.device, non_blocking=True)
     angles = positions[..., None, None].to(rope.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if rope.amplitude != 1.0:

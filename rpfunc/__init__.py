@@ -5,7 +5,7 @@ from rpfunc.batch import Batch
 from rpfunc.generation import generate
 from rpfunc.model import Layer, Model
 from rpfunc.plan import Plan
-from rpfunc.runtime import Cpu, Link, Result, Runtime, State, apply, value_and_grad
+from rpfunc.runtime import Cpu, Cuda, Link, Result, Runtime, State, apply, value_and_grad
 from rpfunc.stream.logprobs import logprobs
 from rpfunc.stream.value import value
 from rpfunc.train import StepResult, train_steps
@@ -13,6 +13,7 @@ from rpfunc.train import StepResult, train_steps
 __all__ = [
     "Batch",
     "Cpu",
+    "Cuda",
     "Layer",
     "Link",
     "Model",

@@ -12,12 +12,13 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
+from rpfunc.sums import Sum, Sums, add, whole
 
 Params = Mapping[str, Any]
 """A model's parameters: named subtrees, each a pytree of tensors."""
 
 Flat = tuple[Tensor, ...]
-"""The floating-point leaves of a pytree, complex ones too, in order: gradients and cotangents have this form."""
+"""The floating-point leaves of a pytree, complex ones too, in order: cotangents have this form."""
 
 
 class Form(Protocol):
@@ -30,8 +31,8 @@ class Form(Protocol):
         """Returns the same, working on `chunk` rows at a time."""
 
     def backward(
-        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
-    ) -> tuple[Flat, Flat]:
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Sums | None
+    ) -> tuple[Flat, Sums]:
         """Returns (dx, grads + dparams), `chunk` rows at a time; `cotangent` and `grads` are donated."""
 
     def precompose(self, function: Callable[[Any], Any]) -> Form:
@@ -124,15 +125,15 @@ class Model:
         if problems:
             raise ModelError.listing("model", problems)
 
-    def sum_grad(self, name: str, grads: Sequence[Sequence[Flat]], params: Params) -> Any:
+    def sum_grad(self, name: str, grads: Sequence[Sequence[Sums]], params: Params) -> Any:
         """Returns the gradient of a subtree, with its structure: the sum over the layers that read it, in their order.
 
-        grads  for each layer, its flat gradients, which are added first (donated); none counts as zero
-        Sums are float32 or wider. Shared subtrees meet only here, so that no schedule changes the order of their sum.
-        A leaf that is no tensor (frozen) has None.
+        grads  for each layer, the sums of its gradients, which are added first; none counts as zero; all are donated
+        Sums are float32 or wider, and added in place. Shared subtrees meet only here, so that no schedule changes the
+        order of their sum. A leaf that is no tensor (frozen) has None.
         """
         leaves, structure = tree.flatten(params[name])
-        total: list[Tensor] | None = None
+        total: list[Sum] | None = None
         for layer, parts in zip(self.layers, grads, strict=True):
             stop = 0
             for read in layer.subtrees if parts else ():
@@ -140,12 +141,12 @@ class Model:
                 if read == name:
                     first, *rest = (list(part[start:stop]) for part in parts)
                     for part in rest:
-                        first = [a.add_(b) for a, b in zip(first, part, strict=True)]
-                    total = first if total is None else [a + b for a, b in zip(total, first, strict=True)]
+                        first = list(map(add, first, part))
+                    total = first if total is None else list(map(add, total, first))
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if total is None:
-            trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             total = [torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in trained]
-        found = iter(total)
+        found = map(whole, total, trained)
         return tree.unflatten(structure, [next(found) if isinstance(leaf, Tensor) else None for leaf in leaves])
 
 

@@ -58,7 +58,7 @@ def bits(key: Key, *indices: Tensor) -> Tensor:
 
     Indices that come first are hashed at their own, smaller size: give (B, 1, 1), then (1, T, 1), then (D,).
     """
-    state = torch.tensor(_signed(key.value))
+    state = torch.full((), _signed(key.value), device=indices[0].device if indices else None)
     for index in indices:
         state = _mix_tensor(state ^ _mix_tensor(index.long() + _signed(_GAMMA)))
     return state
@@ -79,7 +79,7 @@ def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 def categorical(key: Key, logits: Tensor) -> Tensor:
     """Returns for each row of `logits` (..., V) an index drawn from softmax(logits), by the Gumbel-max trick."""
     gumbel = -torch.log(-torch.log(uniform(key, tuple(logits.shape), torch.float64) + 2.0**-54))
-    return torch.argmax(logits.double() + gumbel, dim=-1)
+    return torch.argmax(logits.double() + gumbel.to(logits.device), dim=-1)
 
 
 def dropout(x: Tensor, rate: float, key: Key, batch: Batch) -> Tensor:
@@ -92,12 +92,13 @@ def dropout(x: Tensor, rate: float, key: Key, batch: Batch) -> Tensor:
     if rate == 0.0:
         return x
     num_examples, num_rows = x.shape[:2]
-    features = torch.arange(x[0, 0].numel()).reshape(x.shape[2:])
+    features = torch.arange(x[0, 0].numel(), device=x.device).reshape(x.shape[2:])
     lift = (1,) * (x.dim() - 2)
-    examples = torch.arange(batch.first_example, batch.first_example + num_examples).reshape(-1, 1, *lift)
-    rows = torch.arange(batch.first_row, batch.first_row + num_rows).reshape(1, -1, *lift)
+    first, row = batch.first_example, batch.first_row
+    examples = torch.arange(first, first + num_examples, device=x.device).reshape(-1, 1, *lift)
+    rows = torch.arange(row, row + num_rows, device=x.device).reshape(1, -1, *lift)
     kept = _to_unit(bits(key, examples, rows, features), torch.float32) >= rate
-    return torch.where(kept.to(x.device), x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(kept, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _signed(value: int) -> int:

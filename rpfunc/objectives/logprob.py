@@ -89,8 +89,8 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(shaped: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-        # a few rows at a time, so that what it makes on the way stays in the cache
-        count = max(1, BLOCK // max(1, shaped.shape[1]))
+        # a few rows at a time, so that what it makes on the way stays in a CPU's cache; others want larger pieces
+        count = max(1, (BLOCK if shaped.is_cpu else 64 * BLOCK) // max(1, shaped.shape[1]))
         parts = torch.split(shaped, count)
         log_sum = torch.cat([part.logsumexp(dim=1) for part in parts])
         picked = shaped.gather(1, targets.clamp(min=0)[:, None])[:, 0]

@@ -22,7 +22,7 @@ from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.flat import LastTwo
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.recurrent import Recurrent
-from rpfunc.stream.stage import stage_fused
+from rpfunc.stream.stage import stage_fused, whole_grads
 from rpfunc.stream.streaming import Order, Streaming
 from rpfunc.stream.value import with_statistic
 
@@ -74,7 +74,11 @@ def memory(
             pieces = with_statistic(model, objective, params, pieces, how)
             grads: Any = {}
             for piece in pieces:
+                grads = whole_grads(model.layers, params, grads)
                 _, _, grads = stage_fused(model.layers, objective, params, (), piece, total, how, grads)
+            by_layer = [[grads.pop(layer.name)] for layer in model.layers]
+            summed = {name: model.sum_grad(name, by_layer, params) for name in params}
+            del summed
             peak_bytes: int = live.peak_bytes
             return peak_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ def machine(text: str, *, efficiency: float = 0.75) -> Machine:
     >>> machine("8x4090").num_workers
     8
     """
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip().lower())
+    match = re.fullmatch(r"(?:([0-9]{1,9})x)?(.+)", text.strip().lower())
     number, name = (match[1] or "1", match[2]) if match else ("1", text)
     found = next((accelerator for accelerator in ACCELERATORS if accelerator.name == name), None)
     problems = []
@@ -80,4 +81,9 @@ def adam_update_s(num_parameters: int, *, host_bytes_per_s: float = 100e9) -> fl
     >>> round(adam_update_s(32_762_123_264), 1)
     9.2
     """
+    if not (0 < host_bytes_per_s < math.inf and 0 <= num_parameters < math.inf):
+        raise PlanError(
+            f"adam_update_s: {num_parameters} parameters at {host_bytes_per_s} bytes/s; needs a number of at "
+            "least 0 and a rate above 0, both finite"
+        )
     return 28 * num_parameters / host_bytes_per_s

@@ -50,7 +50,17 @@ def apply(
     if chosen is None:
         chosen, given = Plan((Span(0, model.num_layers),), None, ()), given or _deal
     job = Job(
-        model, None, chosen, microbatches, Streaming(chunk, order=order), "stage", None, given, 1, compute_dtype, forward_only=True
+        model,
+        None,
+        chosen,
+        microbatches,
+        Streaming(chunk, order=order),
+        "stage",
+        None,
+        given,
+        1,
+        compute_dtype,
+        forward_only=True,
     )
 
     def function(params: Params, batch: Batch) -> tuple[Any, Timeline]:

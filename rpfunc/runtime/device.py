@@ -161,7 +161,7 @@ def _pieces(target: Tensor, source: Tensor, piece_bytes: int) -> Iterator[tuple[
         yield target, source
         return
     numel = max(1, piece_bytes // source.element_size())
-    yield from zip(target.view(-1).split(numel), source.view(-1).split(numel), strict=True)
+    yield from zip(torch.split(target.view(-1), numel), torch.split(source.view(-1), numel), strict=True)
 
 
 def _sleep_until(end: float) -> None:

@@ -140,7 +140,7 @@ def operations(
                 place = (place + 1) % BEHIND
             runs_done[side] = event("compute", run[-1])
             if any(map(adds, run)) and not shared:
-                made = [Wait("sums are made", runs_done[side])]
+                made = [Wait("sums are made", event("compute", run[-1]))]
                 runs_done[side] = add("gradient_download", run[-1], run, made)
             side = (side + 1) % BEHIND
         return found, Trail(place, side, *map(tuple, (tasks_done, runs_done, outputs_done)))
@@ -162,7 +162,7 @@ def version_of(version: int, name: str) -> Happened:
 def gradient_waits(
     iteration: int, schedule: Schedule, work: Work, shares_memory: Sequence[bool]
 ) -> dict[str, list[Wait]]:
-    """Returns what has to happen before a subtree's gradient may be read, by its name: the last of each run and layer."""
+    """Returns, by name, what has to happen before a subtree's gradient may be read: the ends of all runs that add."""
     found: dict[str, list[Wait]] = {}
     for tasks, shared in zip(schedule.workers, shares_memory, strict=True):
         for run in _runs(tasks, work):

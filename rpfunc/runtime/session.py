@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.model import Params
+from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.dispatch import Dispatch
 from rpfunc.runtime.execution import Execution
@@ -106,9 +107,10 @@ class Session:
             if version is not None:
                 self._await_version(version)
             pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
-        work = Work(self._model, job.objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
+        objective = _scaled(job.objective, scale)
+        work = Work(self._model, objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory
-        iteration = Iteration(work, params, pieces, total / scale, runtime.recorder, number, version or 0)
+        iteration = Iteration(work, params, pieces, total, runtime.recorder, number, version or 0)
         lines, self._trails = operations(number, schedule, work, shares_memory, version, self._trails)
         waits = gradient_waits(number, schedule, work, shares_memory)
         if job.schedule is None:
@@ -126,6 +128,12 @@ class Session:
             failure = self.progress.failure(self._next)
             assert failure is not None
             raise failure from None
+
+
+def _scaled(objective: Objective | None, scale: float) -> Objective | None:
+    if objective is None or scale == 1.0:
+        return objective
+    return replace(objective, loss=lambda sums, batch, total: objective.loss(sums, batch, total) * scale)
 
 
 def prepare(job: Job, batch: Any, total: Any = None) -> tuple[Batch, Tensor]:

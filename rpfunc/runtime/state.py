@@ -66,7 +66,7 @@ class State:
     @classmethod
     def pending(cls, values: Future[Values], step: int) -> Self:
         """Returns the state of an update that may be under way still."""
-        state = cls((), (), step)
+        state = cls({}, (), step)
         state._future = values
         return state
 

@@ -6,7 +6,7 @@ copies c(p), by version, which workers read. Without a cast a main copy is the o
 writes over what nobody will read again: the optimizer's copy where main copies are apart, and of main copies the one
 that iteration k has read, since step k comes after all of its gradients.
 
-Source: RoundPipe (arXiv 2604.27085) for copies and staleness; versions as values that take over each other's memory: own.
+Source: RoundPipe (arXiv 2604.27085) for copies and staleness; versions that take over each other's memory: own.
 """
 
 from __future__ import annotations

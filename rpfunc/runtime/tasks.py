@@ -18,7 +18,7 @@ from rpfunc.schedule.workload import Workload
 from rpfunc.stream.head import head_value
 from rpfunc.stream.layer_major import layer_transpose
 from rpfunc.stream.linearize import linearize
-from rpfunc.stream.stage import stage_backward, stage_forward, stage_fused
+from rpfunc.stream.stage import stage_backward, stage_forward, stage_fused, whole_grads
 from rpfunc.stream.streaming import Grads, StagePullback, Streaming
 
 Recompute = Literal["stage", "layer", "none"]
@@ -121,8 +121,13 @@ def perform(work: Work, task: Task, params: Params, inputs: Inputs, sums: Grads)
     """
     if task.kind == "F":
         return _forward(work, task, params, inputs), sums
-    loss, cotangent, added = _backward(work, task, params, inputs, {} if task.kind == "I" else sums)
-    return Outputs({}, {}, None if task.kind == "W" else cotangent, loss), sums if task.kind == "I" else added
+    if task.kind == "I":
+        loss, cotangent, _ = _backward(work, task, params, inputs, {})
+        return Outputs({}, {}, cotangent, loss), sums
+    start, stop = work.span(task)
+    before = whole_grads(work.model.layers[start:stop], params, sums)
+    loss, cotangent, added = _backward(work, task, params, inputs, before)
+    return Outputs({}, {}, None if task.kind == "W" else cotangent, loss), added
 
 
 def _forward(work: Work, task: Task, params: Params, inputs: Inputs) -> Outputs:

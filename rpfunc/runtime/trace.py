@@ -43,7 +43,9 @@ class Recorder:
         if not self._recording:
             yield
             return
-        self._own.accesses = reads, writes = set(), set()
+        reads: set[Location] = set()
+        writes: set[Location] = set()
+        self._own.accesses = reads, writes
         try:
             yield
         finally:

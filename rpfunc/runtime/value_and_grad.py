@@ -18,12 +18,12 @@ from rpfunc.plan.plan import Plan
 from rpfunc.runtime.job import Job, Scheduler, choose_plan, grain
 from rpfunc.runtime.session import Result, Session, prepare
 from rpfunc.runtime.tasks import Recompute
-from rpfunc.runtime.workers import Cpu, Runtime
+from rpfunc.runtime.workers import Cpu, Cuda, Runtime
 from rpfunc.schedule.task import Schedule
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.streaming import Order, Streaming
 
-Workers = int | Sequence[Cpu] | Runtime | None
+Workers = int | Sequence[Cpu | Cuda] | Runtime | None
 """How many workers of one intra-op thread, their specs, a runtime to share, or None for the caller's own thread."""
 
 

@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from rpfunc.errors import OptionsError
+from rpfunc.runtime.cuda import open_cuda
 from rpfunc.runtime.device import Device, Link, LinkedCpu
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
 from rpfunc.runtime.trace import Recorder
@@ -55,6 +56,43 @@ class Cpu:
         return None if self.link is None else LinkedCpu(self.link, index)
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """A worker on a GPU, with memory of its own; several on one GPU share it. Nothing is asked of CUDA before it opens.
+
+    index         of the GPU
+    memory_bytes  the most that tensors may take there, of the whole process and from the worker's opening on, which
+                  starts torch's peak statistics anew; beyond it a task fails with torch.OutOfMemoryError. None: all
+    """
+
+    index: int = 0
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
+            problems.append(f"index is {self.index!r}, it must be a number from 0")
+        if self.memory_bytes is not None and (not isinstance(self.memory_bytes, int) or self.memory_bytes < 1):
+            problems.append(f"memory_bytes is {self.memory_bytes!r}, it must be at least 1, or None")
+        if problems:
+            raise OptionsError.listing("worker", problems)
+
+    @property
+    def threads(self) -> int:
+        """Intra-op threads of each of its channels."""
+        return 1
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The names of its channels."""
+        return CHANNELS_OF_WORKER
+
+    def open(self, index: int) -> Device:
+        """Returns the device that it is. Raises OptionsError where there is none such."""
+        del index  # which worker it is
+        return open_cuda(self.index, self.memory_bytes)
+
+
 _INTRA_OP_THREADS = threading.Lock()
 """Held while torch's count for the whole process is changed: two runtimes may be entered at once."""
 
@@ -71,9 +109,9 @@ class Runtime:
     2
     """
 
-    def __init__(self, workers: Sequence[Cpu] = (), *, record: bool = False) -> None:
+    def __init__(self, workers: Sequence[Cpu | Cuda] = (), *, record: bool = False) -> None:
         self.workers = tuple(workers)
-        odd = [worker for worker in self.workers if not isinstance(worker, Cpu)]
+        odd = [worker for worker in self.workers if not isinstance(worker, Cpu | Cuda)]
         if odd:
             raise OptionsError(f"runtime: {odd[0]!r} is no worker, needs specs such as [Cpu(threads=1)]")
         self.num_workers = max(1, len(self.workers))

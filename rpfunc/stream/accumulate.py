@@ -22,11 +22,12 @@ from rpfunc.model import Flat, accumulator_dtype
 from rpfunc.stream.few_rows import LARGE
 from rpfunc.stream.flat import accumulate, floating, vjp
 from rpfunc.stream.transforms import running_transforms
+from rpfunc.sums import Rows, Sum, Sums, add, whole
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A way to compute `F.linear`."""
 
-AccumulatingPull = Callable[[Flat, Flat | None], tuple[Flat, tuple[Flat, ...]]]
+AccumulatingPull = Callable[[Flat, Sums | None], tuple[Sums, tuple[Flat, ...]]]
 """(cotangent, grads) -> (grads + dparams, one flat cotangent for each other argument); `grads` is donated."""
 
 
@@ -54,7 +55,7 @@ def vjp_into(
 
         output, pull = vjp(watched, params, *others)
 
-    def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, tuple[Flat, ...]]:
+    def pullback(cotangent: Flat, grads: Sums | None) -> tuple[Sums, tuple[Flat, ...]]:
         if sums is not None and grads is not None:
             sums.totals[:] = grads
         dparams, *rest = pull(cotangent)
@@ -70,7 +71,7 @@ class _Sums:
     """The running sum of each leaf's gradient, while one pullback runs."""
 
     def __init__(self, leaves: Flat) -> None:
-        self.totals: list[Tensor | None] = [None] * len(leaves)
+        self.totals: list[Sum | None] = [None] * len(leaves)
         self._nothing = [torch.zeros((), dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
 
     def nothing(self, place: int, shape: torch.Size) -> Tensor:
@@ -82,22 +83,24 @@ class _Sums:
         total = self.totals[place]
         if total is None:
             self.totals[place] = (left @ right).to(accumulator_dtype(left.dtype))
-        elif total.dtype == left.dtype:
+            return
+        total = self.totals[place] = whole(total, self._nothing[place].expand(len(left), right.shape[1]))
+        if total.dtype == left.dtype:
             total.addmm_(left, right)
         else:
             total.add_(left @ right)
 
-    def add_rows(self, place: int, rows: Tensor, values: Tensor, num_rows: int) -> None:
+    def add_rows(self, place: int, rows: Tensor, values: Tensor) -> None:
         """Adds values (n, ...) to the rows (n,)."""
-        total = self.totals[place]
-        dtype = accumulator_dtype(values.dtype)
-        if total is None:
-            total = self.totals[place] = torch.zeros((num_rows, *values.shape[1:]), dtype=dtype, device=values.device)
-        total.index_add_(0, rows, values.to(total.dtype))
+        total, dtype = self.totals[place], accumulator_dtype(values.dtype)
+        # where they are kept, they must not change with a cotangent that is overwritten
+        kept = not isinstance(total, Tensor)
+        part = Rows((rows.to(torch.int64, copy=kept),), (values.to(dtype, copy=kept),))
+        self.totals[place] = part if total is None else add(total, part)
 
-    def finish(self, dparams: Flat, foreign: Flat) -> Flat:
+    def finish(self, dparams: Flat, foreign: Flat) -> Sums:
         """Returns the sums with those gradients added that came as tensors."""
-        taken: Flat = foreign
+        taken: Sums = foreign
         for place, (part, nothing) in enumerate(zip(dparams, self._nothing, strict=True)):
             total = self.totals[place]
             if total is None or part.untyped_storage() != nothing.untyped_storage():
@@ -186,5 +189,5 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.sums.add_rows(ctx.place, ids.flatten(), cotangent.reshape(-1, cotangent.shape[-1]), ctx.shape[0])
+        ctx.sums.add_rows(ctx.place, ids.flatten(), cotangent.reshape(-1, cotangent.shape[-1]))
         return None, ctx.sums.nothing(ctx.place, ctx.shape), None, None

@@ -20,6 +20,7 @@ from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.flat import floating
 from rpfunc.stream.form import Pullback, Stepping
 from rpfunc.stream.memory import Memory, RowMemory
+from rpfunc.sums import Sums
 
 KeysValues = Callable[[Any, Any, Batch], Any]
 Rows = Callable[[Any, Any, Any, Batch], Any]
@@ -96,7 +97,7 @@ class Attending(Stepping):
 
         output, pull = vjp_into(step, params, x)
 
-        def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+        def pullback(cotangent: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
             grads, (dx,) = pull(cotangent, grads)
             later = () if reached else memory.cotangent(start, stop) or ()
             if later:  # these rows do not read what they leave, later ones do

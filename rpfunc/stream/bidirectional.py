@@ -12,6 +12,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, accumulator_dtype
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import floating, overwrite, rows, spans, write
+from rpfunc.sums import Sums
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Bidirectional:
         return output
 
     def backward(
-        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
-    ) -> tuple[Flat, Flat]:
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Sums | None
+    ) -> tuple[Flat, Sums]:
         """Returns (dx, grads + dparams); `cotangent` and `grads` are donated.
 
         The cotangents of kv are complete only after every chunk of rows, and go through kv's own vjp in a second pass.

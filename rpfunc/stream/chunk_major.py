@@ -21,6 +21,7 @@ from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.memory import Memory
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Grads, Streaming
+from rpfunc.sums import Sums, whole_sums
 
 
 def can_step(layers: Sequence[Layer]) -> bool:
@@ -165,9 +166,11 @@ class _Stage:
             pullbacks.append(pullback)
         return contiguous(x), pullbacks
 
-    def transpose(self, pullbacks: list[Any], cotangent: Flat, grads: dict[str, Flat]) -> Flat:
+    def transpose(self, pullbacks: list[Any], cotangent: Flat, grads: dict[str, Sums]) -> Flat:
         """Returns dx of one chunk; adds to `grads`, empties `pullbacks`."""
-        for layer in reversed(self.layers):
-            dx, grads[layer.name] = pullbacks.pop()(cotangent, grads.get(layer.name))
+        for layer, selected in zip(reversed(self.layers), reversed(self.selected), strict=True):
+            dx, added = pullbacks.pop()(cotangent, grads.get(layer.name))
+            # rows looked up would add up to what this order spares: a tensor as long as the sequence
+            grads[layer.name] = whole_sums(added, floating(selected)[0])
             cotangent = contiguous(dx)
         return cotangent

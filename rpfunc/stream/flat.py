@@ -11,6 +11,7 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.errors import ModelError
 from rpfunc.model import Flat, accumulator_dtype
+from rpfunc.sums import Sums, add, whole
 
 
 def floating(structured: Any) -> tuple[Flat, Callable[[Flat], Any]]:
@@ -80,25 +81,23 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
     return tree.unflatten(structures[0], output), pullback
 
 
-def accumulate(total: Flat | None, contribution: Flat, foreign: Flat = ()) -> Flat:
+def accumulate(total: Sums | None, contribution: Flat, foreign: Sums = ()) -> Sums:
     """Returns total + contribution, float32 or wider; both are donated, `foreign` are tensors of somebody else.
 
     The first contribution becomes the total: no buffer is held for a gradient before there is one.
     """
     if total is None:
         return own(tuple(part.to(accumulator_dtype(part.dtype)) for part in contribution), foreign)
-    for place, part in zip(total, contribution, strict=True):
-        place.add_(part)
-    return total
+    return tuple(add(whole(each, part), part) for each, part in zip(total, contribution, strict=True))
 
 
-def own(tensors: Flat, foreign: Flat = ()) -> Flat:
+def own(tensors: Flat, foreign: Sums = ()) -> Flat:
     """Returns `tensors`, each in dense memory that neither another one nor a `foreign` tensor shares.
 
     A pullback may return its cotangent (identity), one tensor twice (a + b) or an expanded one (sum): writing into
     such a result would write elsewhere too, so it is copied first.
     """
-    taken = {tensor.untyped_storage() for tensor in foreign}
+    taken = {tensor.untyped_storage() for tensor in tree.leaves(foreign)}
     owned = []
     for tensor in tensors:
         if tensor.untyped_storage() in taken or not tensor.is_contiguous():

@@ -15,8 +15,9 @@ from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
 from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.memory import Memory
+from rpfunc.sums import Sums
 
-Pullback = Callable[[Flat, Flat | None], tuple[Flat, Flat]]
+Pullback = Callable[[Flat, Sums | None], tuple[Flat, Sums]]
 """(cotangent, grads) -> (dx, grads + dparams); may be called once; `grads` is donated."""
 
 
@@ -66,9 +67,9 @@ class Stepping(ABC):
         batch: Batch,
         chunk: int,
         cotangent: Flat,
-        grads: Flat | None,
+        grads: Sums | None,
         kept: KeptAttention | None = None,
-    ) -> tuple[Flat, Flat]:
+    ) -> tuple[Flat, Sums]:
         """Returns (dx, grads + dparams), `chunk` rows at a time; donates `cotangent`, `grads` and what `forward` kept.
 
         First every chunk leaves what later ones read (keys and values: once for each row). Then chunks are
@@ -110,7 +111,7 @@ class Stepping(ABC):
         (output, left), pull = vjp_into(step, params, x, memory.past(start))
         left_leaves = floating(left)[0]
 
-        def pullback(cotangent: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+        def pullback(cotangent: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
             dleft = memory.cotangent(start, stop)
             if dleft is None:
                 dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)

@@ -18,6 +18,7 @@ from rpfunc.stream.few_rows import FewRowsProducts, few_rows_linear
 from rpfunc.stream.flat import contiguous, own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Streaming
+from rpfunc.sums import Sums
 
 Derivative = Callable[[Tensor], Tensor]
 """From row scores (B, n, ...) to F's derivative by their sums (B, ...), which is every row's cotangent."""
@@ -41,8 +42,8 @@ def head_vjp(
     batch: Batch,
     how: Streaming,
     derivative: Derivative,
-    grads: Flat | None,
-) -> tuple[Tensor, Flat, Flat]:
+    grads: Sums | None,
+) -> tuple[Tensor, Flat, Sums]:
     """Returns (Σ over rows of s, dx, grads + dparams) of one microbatch or a run of its rows; `grads` is donated.
 
     Cost: one vjp of each run of rows, and no recomputation: the cotangents are known before.

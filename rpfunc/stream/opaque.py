@@ -9,6 +9,7 @@ from typing import Any
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
+from rpfunc.sums import Sums
 
 
 def opaque(function: Callable[[Any, Any, Batch], Any]) -> Opaque:
@@ -32,8 +33,8 @@ class Opaque:
         return self.function(params, x, batch)
 
     def backward(
-        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Flat | None
-    ) -> tuple[Flat, Flat]:
+        self, params: Any, x: Any, batch: Batch, chunk: int, cotangent: Flat, grads: Sums | None
+    ) -> tuple[Flat, Sums]:
         """Returns (dx, grads + dparams), in one piece, recomputing the forward."""
         del chunk
         _, pull = vjp_into(lambda params, x: self.function(params, x, batch), params, x)

@@ -11,8 +11,10 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import chunk_backward, chunk_forward, chunk_fused
+from rpfunc.stream.flat import floating
 from rpfunc.stream.layer_major import layer_backward, layer_forward, layer_fused
 from rpfunc.stream.streaming import Grads, Streaming
+from rpfunc.sums import whole_sums
 
 
 def stage_forward(
@@ -46,3 +48,15 @@ def stage_fused(
     """Returns (F, dx, grads with contributions) of the last layers: forward, loss and backward; donates grads."""
     fused = chunk_fused if how.order == "chunk" else layer_fused
     return fused(layers, objective, params, x, batch, total, how, grads)
+
+
+def whole_grads(layers: Sequence[Layer], params: Params, grads: Grads) -> Grads:
+    """Returns `grads`, donated, as whole tensors: rows that were looked up are kept of one microbatch alone.
+
+    So kept rows take no more than a layer's input, however many microbatches there are.
+    """
+    return {
+        layer.name: whole_sums(grads[layer.name], floating(layer.select(params))[0])
+        for layer in layers
+        if layer.name in grads
+    }

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rpfunc.model import Flat
+from rpfunc.sums import Sums
 
 Order = Literal["layer", "chunk"]
 
-Grads = Mapping[str, Flat]
+Grads = Mapping[str, Sums]
 """By layer name, the sum of that layer's gradients so far; a layer without an entry has had none."""
 
 StagePullback = Callable[[Flat, Grads], tuple[Flat, Grads]]

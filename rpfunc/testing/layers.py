@@ -16,6 +16,7 @@ from rpfunc.errors import OptionsError
 from rpfunc.model import Flat, Form, Layer
 from rpfunc.stream import Attending, Bidirectional, Opaque, Recurrent, RowWise
 from rpfunc.stream.flat import is_inexact
+from rpfunc.sums import whole_sums
 from rpfunc.testing.documents import foreign_document
 from rpfunc.testing.oracles import assert_close, assert_untouched, gradient_error
 from rpfunc.testing.sight import first_rows, knows_rows, offence, wide
@@ -87,10 +88,11 @@ def _check_cut(name: str, form: Form, params: Any, x: Any, batch: Batch, cut: Cu
         with _untouched(where, params, x, batch):
             for covered, x_piece, piece in pieces:
                 once, again = (tuple(leaf[covered].clone() for leaf in cotangent) for _ in range(2))
-                dx, first = way.backward(params, x_piece, piece, once, first)
+                dx, found = way.backward(params, x_piece, piece, once, first)
                 dxs.append([leaf.clone() for leaf in dx])  # its memory may be a donated one
-                first = tuple(leaf.clone() for leaf in first)
-                _, summed = way.backward(params, x_piece, piece, again, summed)
+                first = tuple(leaf.clone() for leaf in whole_sums(found, start))
+                _, found = way.backward(params, x_piece, piece, again, summed)
+                summed = whole_sums(found, start)
         dx = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*dxs, strict=True))
         _expect_gradient(f"{where}: the gradient of x", paths["x"], list(dx), wanted_dx, tolerance, hint)
         _expect_gradient(

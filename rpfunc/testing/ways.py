@@ -16,6 +16,7 @@ from rpfunc.stream.chunk_major import chunk_backward, chunk_forward
 from rpfunc.stream.flat import is_inexact
 from rpfunc.stream.linearize import linearize
 from rpfunc.stream.streaming import Streaming
+from rpfunc.sums import Sums
 
 
 class Cut(NamedTuple):
@@ -41,7 +42,7 @@ class Way(NamedTuple):
 
     name: str
     forward: Callable[[Any, Any, Batch], Any]
-    backward: Callable[[Any, Any, Batch, Flat, Flat | None], tuple[Flat, Flat]]
+    backward: Callable[[Any, Any, Batch, Flat, Sums | None], tuple[Flat, Sums]]
 
 
 def ways(form: Form, chunk: int) -> Iterator[Way]:
@@ -49,12 +50,12 @@ def ways(form: Form, chunk: int) -> Iterator[Way]:
     layers = (Layer("layer", form, "layer"),)
     how = Streaming(chunk, order="chunk")
 
-    def whole_backward(params: Any, x: Any, batch: Batch, dy: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+    def whole_backward(params: Any, x: Any, batch: Batch, dy: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
         _, pullback = linearize(layers[0], {"layer": params}, x, batch, None)
         dx, after = pullback(dy, {} if grads is None else {"layer": grads})
         return dx, after["layer"]
 
-    def chunk_major(params: Any, x: Any, batch: Batch, dy: Flat, grads: Flat | None) -> tuple[Flat, Flat]:
+    def chunk_major(params: Any, x: Any, batch: Batch, dy: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
         before = {} if grads is None else {"layer": grads}
         dx, after = chunk_backward(layers, {"layer": params}, x, batch, how, dy, before)
         return dx, after["layer"]

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.errors import CheckpointError
 from rpfunc.files import replace_file
-from rpfunc.runtime.state import State
+from rpfunc.model import Params
+from rpfunc.runtime.state import LossScale, State, Values
 from rpfunc.stream.flat import own
 
-FORMAT = "rpfunc checkpoint 1"
+FORMAT = "rpfunc checkpoint 2"
+"""What is written: parameters, optimizer state, what an asynchronous run computes with next, loss scales, the step."""
+
+FORMATS = ("rpfunc checkpoint 1", FORMAT)
+"""What is read: the first one held parameters, optimizer state and step, all that a synchronous run in float32 has."""
 
 
 def save(path: Path, state: State, notes: Mapping[str, str] | None = None, *, frozen: tree.Mask | None = None) -> None:
     """Writes a state, with `notes` (text by name) in the file's header; leaves that `frozen` selects are left out.
 
-    The bytes go to a file beside `path`, reach the disk, and then take its name: whenever the process is killed,
-    `path` is a whole checkpoint, the last one or this one.
+    An update under way is waited for: all that is written is of one step. The bytes go to a file beside `path`, reach
+    the disk, and then take its name: whenever the process is killed, `path` is a whole checkpoint, the last one or
+    this one.
     """
-    trees = _trees(state, frozen)
-    tensors = dict(zip(tree.paths(trees), (leaf.detach().cpu() for leaf in tree.leaves(trees)), strict=True))
-    unshared = dict(zip(tensors, own(tuple(tensors.values())), strict=True))
-    header = {**(notes or {}), "format": FORMAT, "step": str(state.step)}
+    values = state.values()
+    tensors = _named(_trees(values, frozen))
+    unshared = dict(zip(tensors, own(tuple(leaf.detach().cpu() for leaf in tensors.values())), strict=True))
+    header = {**(notes or {}), "format": FORMAT, "step": str(state.step), "scales": json.dumps(values.scales)}
     try:
         replace_file(path, lambda beside: save_file(unshared, beside, metadata=header))
     except (SafetensorError, OSError) as error:
@@ -37,28 +45,33 @@ def save(path: Path, state: State, notes: Mapping[str, str] | None = None, *, fr
 def load(path: Path, like: State, *, frozen: tree.Mask | None = None) -> State:
     """Returns the state in `path`, with the structure of `like` (a state of the same model and optimizer).
 
-    Leaves that `frozen` selects are not in the file: they are those of `like`.
+    Leaves that `frozen` selects are not in the file: they are those of `like`. The parameters of the step before,
+    which an asynchronous run goes on with, are there if the run was one, in the dtype that it computed in.
 
     Raises CheckpointError if the file is missing, cut short or of another kind, or names every tensor that is
     missing, unexpected, or of another shape or dtype.
     """
     header = read_notes(path)
-    trees = _trees(like, frozen)
-    wanted = dict(zip(tree.paths(trees), tree.leaves(trees), strict=True))
     with safe_open(path, framework="pt") as file:
         # copied out, so that no parameter lives in a mapped file that a later checkpoint replaces
         found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in (found[name], wanted[name])]
-        if kinds[0] != kinds[1]:
-            problems.append(f"{name} is {kinds[0]}, the model needs {kinds[1]}")
+    values = like.values()
+    is_stale = any(name.split(".", 1)[0] == "stale" for name in found)
+    trees = _trees(values._replace(stale=values.params if is_stale else None), frozen)
+    problems = sorted(_differences(found, _named(trees)))
     if problems:
-        raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", sorted(problems))
+        raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", problems)
     restored = tree.unflatten(tree.flatten(trees)[1], [found[name] for name in tree.paths(trees)])
-    params = tree.combine(tree.partition(dict(like.params), _mask(frozen))[0], restored["params"])
-    return State(params, restored["optimizer"], int(header["step"]))
+    fixed, _ = tree.partition(dict(values.params), _mask(frozen))
+    params, stale = (
+        dict(tree.combine(fixed, restored[part])) if part in restored else None for part in ("params", "stale")
+    )
+    assert params is not None
+    try:
+        step, scales = int(header["step"]), tuple(LossScale(*each) for each in json.loads(header.get("scales", "[]")))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path}: its header cannot be read ({error!r})") from error
+    return State(params, restored["optimizer"], step, stale=stale, scales=scales)
 
 
 def read_notes(path: Path) -> dict[str, str]:
@@ -70,14 +83,34 @@ def read_notes(path: Path) -> dict[str, str]:
         raise CheckpointError(f"checkpoint {path}: there is no such file") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint {path}: is cut short or no safetensors file ({error})") from error
-    if notes.get("format") != FORMAT:
+    if notes.get("format") not in FORMATS:
         raise CheckpointError(f"checkpoint {path}: is a safetensors file but no {FORMAT!r}")
     return notes
 
 
-def _trees(state: State, frozen: tree.Mask | None) -> dict[str, Any]:
-    _, trained = tree.partition(dict(state.params), _mask(frozen))
-    return {"params": trained, "optimizer": state.optimizer_state}
+def _differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[str]:
+    yield from (f"{name} is missing" for name in wanted if name not in found)
+    yield from (f"{name} is unexpected" for name in found if name not in wanted)
+    for name in wanted.keys() & found.keys():
+        leaves = found[name], wanted[name]
+        # which dtype an asynchronous run computed in, the model does not say
+        dtypes = ["" if name.split(".", 1)[0] == "stale" else f" {leaf.dtype}" for leaf in leaves]
+        kinds = [f"{tuple(leaf.shape)}{dtype}" for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        if kinds[0] != kinds[1]:
+            yield f"{name} is {kinds[0]}, the model needs {kinds[1]}"
+
+
+def _trees(values: Values, frozen: tree.Mask | None) -> dict[str, Any]:
+    trees = {"params": _trained(values.params, frozen), "optimizer": values.optimizer_state}
+    return trees if values.stale is None else {**trees, "stale": _trained(values.stale, frozen)}
+
+
+def _trained(params: Params, frozen: tree.Mask | None) -> Any:
+    return tree.partition(dict(params), _mask(frozen))[1]
+
+
+def _named(trees: Any) -> dict[str, Tensor]:
+    return dict(zip(tree.paths(trees), tree.leaves(trees), strict=True))
 
 
 def _mask(frozen: tree.Mask | None) -> tree.Mask:

@@ -48,7 +48,7 @@ class RunFolder:
     def read_options(self) -> TrainOptions:
         """Returns the options the run was started with. Raises OptionsError if there are none that can be read."""
         try:
-            return msgspec.json.decode(self.options.read_bytes(), type=TrainOptions)
+            return read_options(self.options.read_bytes())
         except OSError as error:
             raise OptionsError(f"run {self.path}: cannot read {self.options.name}: {error.strerror}") from error
         except (msgspec.MsgspecError, ValueError) as error:
@@ -74,3 +74,11 @@ class RunFolder:
         """Drops the metrics of steps after `step`: a resumed run does those again."""
         kept = [json.dumps(record) + "\n" for record in self.records() if record["step"] <= step]
         replace_file(self.metrics, lambda beside: beside.write_text("".join(kept)))
+
+
+def read_options(encoded: bytes | str) -> TrainOptions:
+    """Returns options from JSON; those that a file of an earlier rpfunc does not have yet are as by default.
+
+    Raises msgspec.MsgspecError or ValueError.
+    """
+    return msgspec.json.decode(encoded, type=TrainOptions)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from rpfunc import random, tree
 from rpfunc.batch import Batch
 from rpfunc.errors import CheckpointError
+from rpfunc.model import accumulator_dtype
 from rpfunc.objectives import sft
 from rpfunc.plan import Plan
 from rpfunc.runtime import Cpu
@@ -26,7 +27,7 @@ from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.value import value
 from rpfunc.train import checkpoint
 from rpfunc.train.data import held_out_batch, read_bytes, split_held_out, to_tokens, training_batch
-from rpfunc.train.folder import RunFolder
+from rpfunc.train.folder import RunFolder, read_options
 from rpfunc.train.options import TrainOptions, build_optimizer, learning_rate
 from rpfunc.train.start import Start, read_start
 from rpfunc.train.steps import StepResult, train_steps
@@ -63,10 +64,13 @@ class Setting:
     """What a loss, in nats per token, is multiplied by to be in bits per byte: of the whole text's bytes per token."""
 
     def initial_state(self) -> State:
-        """The state before the first step, from the seed and the pretrained model alone; trained leaves are copies."""
+        """The state before the first step, from the seed and the pretrained model alone.
+
+        Trained leaves are copies, in float32 or wider: small updates would vanish beside numbers of 16 bits.
+        """
         start = self.start
         fixed, trained = tree.partition(dict(start.params), False if start.frozen is None else start.frozen)
-        params = tree.combine(fixed, tree.map(Tensor.clone, trained))
+        params = tree.combine(fixed, tree.map(lambda leaf: leaf.to(accumulator_dtype(leaf.dtype), copy=True), trained))
         return State.create(params, build_optimizer(self.options), start.frozen)
 
 
@@ -94,9 +98,13 @@ def restore(setting: Setting, folder: RunFolder) -> State:
             f"checkpoint {folder.checkpoint}: {setting.options.data.text} is not the text that the run learnt"
         )
     state = checkpoint.load(folder.checkpoint, setting.initial_state(), frozen=setting.start.frozen)
-    began, now = (_without_text(json.loads(each["options"])) for each in (notes, setting.notes))
-    if began != now:
-        differing = sorted(name for name in began.keys() | now.keys() if began.get(name) != now.get(name))
+    try:
+        began = _without_text(read_options(notes["options"]))
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"checkpoint {folder.checkpoint}: holds no run's options ({error})") from error
+    now = _without_text(setting.options)
+    differing = sorted(field.name for field in fields(now) if getattr(began, field.name) != getattr(now, field.name))
+    if differing:
         raise CheckpointError(
             f"checkpoint {folder.checkpoint}: was made with other options than {folder.options.name} has now: "
             f"{', '.join(differing)}"
@@ -104,8 +112,8 @@ def restore(setting: Setting, folder: RunFolder) -> State:
     return state
 
 
-def _without_text(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "data": {**options["data"], "text": None}}  # it may move; its bytes are compared
+def _without_text(options: TrainOptions) -> TrainOptions:
+    return replace(options, data=replace(options.data, text=""))  # it may move; its bytes are compared
 
 
 def run(
@@ -144,6 +152,7 @@ def run(
         model=setting.start.model,
         objective=sft(),
         optimizer=build_optimizer(options),
+        asynchronous=options.optimizer.asynchronous,
         plan=execution.plan,
         workers=[Cpu(execution.threads)] * execution.workers,
         microbatches=execution.microbatches,
@@ -151,6 +160,7 @@ def run(
         head_chunk=execution.head_chunk,
         recompute=execution.recompute,
         frozen=setting.start.frozen,
+        compute_dtype=getattr(torch, options.precision),
         donate=True,
     )
     recent: deque[Timeline] = deque(maxlen=DRAWN_STEPS)
@@ -185,6 +195,7 @@ def _evaluator(setting: Setting) -> Callable[[State], float]:
 
 
 def _record(setting: Setting, result: StepResult, rate: float, tokens_per_s: float) -> dict[str, Any]:
+    scale = {"loss_scale": result.loss_scale} if setting.options.precision == "float16" else {}
     return {
         "step": result.step,
         "bits_per_byte": result.loss.item() * setting.bits_per_nat,
@@ -193,4 +204,5 @@ def _record(setting: Setting, result: StepResult, rate: float, tokens_per_s: flo
         "skipped": result.skipped,
         "tokens_per_s": round(tokens_per_s, 1),
         "bubble": round(result.timeline.bubble, 4),
+        **scale,
     }

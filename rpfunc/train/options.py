@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from rpfunc import optim
 from rpfunc.errors import OptionsError
@@ -42,13 +45,15 @@ class OptimizerOptions:
     """On matrices only."""
     clip: float = 1.0
     """Largest global gradient norm."""
+    asynchronous: Annotated[bool, Parameter(name="async")] = False
+    """Update one step behind, beside the next step's gradient, which is of the parameters one step before."""
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
     """How the gradient is computed: a matter of speed and memory alone."""
 
-    workers: int = 4
+    workers: Annotated[int, Parameter(name=("workers", "--workers"))] = 4
     """CPU worker threads."""
     threads: int = 1
     """Intra-op threads of each worker."""
@@ -77,6 +82,8 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     execution: ExecutionOptions = field(default_factory=ExecutionOptions)
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What layers compute in. Parameters are updated, and gradients summed, in float32; float16 scales the loss."""
     steps: int = 200
     """Optimizer steps in all."""
     seed: int = 0

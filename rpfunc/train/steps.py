@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -180,8 +180,7 @@ class _Flight:
         self.session = Session(job, runtime)
         self._planner = AutoPlan.begin(job.model.num_layers, runtime.num_workers) if automatic else None
         self._plan = job.plan
-        scaled = job.compute_dtype == torch.float16
-        self._scales = (list(values.scales) or [LossScale()] * (1 + steps.staleness)) if scaled else []
+        self._scales = _scales(values.scales, 1 + steps.staleness) if job.compute_dtype == torch.float16 else []
         self.running: deque[Running] = deque()
         self._number = 0  # of the iteration whose step comes next
         self._ended = False
@@ -223,7 +222,7 @@ class _Flight:
         if self._planner is not None:
             self._planner = advance(self._planner, result.timeline)
         finite = math.isfinite(measured.norm) and math.isfinite(result.loss.item())
-        if not finite and self._steps.nonfinite == "raise" and not self._scales:
+        if not finite and self._steps.nonfinite == "raise" and running.scale == 1.0:
             raise GradientError(
                 f"step {state.step + 1}: loss {result.loss.item()}, gradient norm {measured.norm}; "
                 'nonfinite="skip" passes over such steps'
@@ -232,6 +231,8 @@ class _Flight:
         if self._scales:
             self._scales = [*self._scales[1:], _next_scale(self._scales[-1], overflowed=not finite)]
         self._number += 1
+        if self._steps.donate and not skipped:
+            state.consume()  # here, so that its next use raises at once, however late the step begins
         make = partial(self._make, state, measured, number, skipped)
         if skipped:
             self._store.skip_version(number)
@@ -273,8 +274,6 @@ class _Flight:
         if skipped:
             values = skip_step(self._store, progress, self._runtime.recorder, number)
         else:
-            if self._steps.donate:
-                state.consume()
             try:
                 values = make_step(self._store, measured, progress, self._runtime.recorder, number)
             except BaseException:
@@ -298,6 +297,12 @@ def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
+
+
+def _scales(known: Sequence[LossScale], count: int) -> list[LossScale]:
+    """Returns as many as iterations run at once; the last one goes on where a run before this one had fewer."""
+    scales = list(known)[:count] or [LossScale()]
+    return scales + scales[-1:] * (count - len(scales))
 
 
 def _next_scale(scale: LossScale, overflowed: bool) -> LossScale:

@@ -32,7 +32,7 @@ def test_microbatches_are_dealt_to_all_workers():
 
 
 def test_what_cannot_work_is_refused():
-    with pytest.raises(PlanError, match=r"has stages that take gradients, and none are asked for; needs forward stages"):
+    with pytest.raises(PlanError, match="has stages that take gradients, and none are asked for"):
         apply(MODEL, plan="F0:2 X2:4 B0:2")
     with pytest.raises(PlanError, match="ends at layer 3"):
         apply(MODEL, plan="F0:3")

@@ -63,7 +63,7 @@ def test_a_missing_file_and_a_foreign_one_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is cut short or no safetensors file"):
         checkpoint.load(tmp_path, state())
     save_file({"w": torch.zeros(2)}, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="but no 'rpfunc checkpoint 1'"):
+    with pytest.raises(CheckpointError, match="but no 'rpfunc checkpoint 2'"):
         checkpoint.load(tmp_path / "other", state())
 
 

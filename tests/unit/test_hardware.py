@@ -85,3 +85,15 @@ def test_an_efficiency_that_cannot_be_is_refused(efficiency):
 
 def test_an_update_takes_twenty_eight_bytes_a_parameter():
     assert adam_update_s(10**9, host_bytes_per_s=7e9) == 4.0
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "x4090", "0x4090", "x4090"])
+def test_counts_of_machines_that_no_one_has_are_refused(text):
+    with pytest.raises(PlanError):
+        machine(text)
+
+
+@pytest.mark.parametrize(("parameters", "rate"), [(1, 0), (1, float("nan")), (float("inf"), 1e9), (-1, 1e9)])
+def test_an_update_takes_a_finite_time(parameters, rate):
+    with pytest.raises(PlanError, match="adam_update_s"):
+        adam_update_s(parameters, host_bytes_per_s=rate)
