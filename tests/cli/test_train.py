@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rpfunc.cli import main
 
@@ -106,9 +106,10 @@ def test_a_run_writes_what_it_says_and_twice_the_same(folder, rpfunc):
     assert saved(again) == saved(run)
 
 
-def test_interrupted_and_killed_runs_continue_bit_for_bit(folder, rpfunc):
-    assert rpfunc("train", "tiny.toml", "--out", "straight", "--steps", "60")[0] == 0
-    process = command(folder, "train", "tiny.toml", "--out", "broken", "--steps", "60")
+@pytest.mark.parametrize("how", [(), ("--optimizer.async", "--precision", "bfloat16")], ids=" ".join)
+def test_interrupted_and_killed_runs_continue_bit_for_bit(folder, rpfunc, how):
+    assert rpfunc("train", "tiny.toml", "--out", "straight", "--steps", "60", *how)[0] == 0
+    process = command(folder, "train", "tiny.toml", "--out", "broken", "--steps", "60", *how)
     wait_for_step(folder / "broken", 3, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
@@ -128,6 +129,59 @@ def test_interrupted_and_killed_runs_continue_bit_for_bit(folder, rpfunc):
     code, output, _ = rpfunc("train", "--resume", "broken")
     assert (code, "after step 60 of 60" in output) == (0, True)
     assert saved(folder / "broken") == saved(folder / "straight")
+
+
+HOW = {
+    "asynchronous": ("--optimizer.async",),
+    "bfloat16": ("--precision", "bfloat16"),
+    "float16": ("--precision", "float16", "--optimizer.async"),
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_staleness_and_precision_change_the_run_and_workers_do_not(folder, rpfunc, how):
+    runs = {}
+    for out, flags in (("plain", ()), ("one", (*how, "--workers", "1")), ("three", (*how, "--execution.workers", "3"))):
+        assert rpfunc("train", "tiny.toml", "--out", out, *flags)[0] == 0
+        runs[out] = metrics(folder / out), saved(folder / out)
+    assert runs["one"] == runs["three"]
+    assert runs["one"] != runs["plain"]
+    stale = [name for name in runs["one"][1] if name.startswith("stale.")]
+    assert bool(stale) == ("--optimizer.async" in how)
+    scales = [record.get("loss_scale") for record in runs["one"][0] if "bits_per_byte" in record]
+    assert scales == ([2.0**16, 2.0**16, *scales[2:]] if "float16" in how else [None] * 6)
+    code, output, errors = rpfunc("train", "--resume", "one")
+    assert (code, errors, "after step 6 of 6" in output) == (0, "", True)
+
+
+def test_a_config_sets_staleness_and_precision_and_flags_win(folder, rpfunc):
+    text = TINY.replace("steps = 6", 'steps = 6\nprecision = "bfloat16"', 1) + "[optimizer]\nasync = true\n"
+    (folder / "behind.toml").write_text(text)
+    assert rpfunc("train", "behind.toml", "--out", "a")[0] == 0
+    assert rpfunc("train", "behind.toml", "--out", "b", "--optimizer.no-async", "--precision", "float32")[0] == 0
+    options = [json.loads((folder / run / "options.json").read_text()) for run in ("a", "b")]
+    assert [(each["precision"], each["optimizer"]["asynchronous"]) for each in options] == [
+        ("bfloat16", True),
+        ("float32", False),
+    ]
+
+
+def test_a_run_of_before_there_was_a_precision_continues(folder, rpfunc):
+    assert rpfunc("train", "tiny.toml", "--out", "straight")[0] == 0
+    assert rpfunc("train", "tiny.toml", "--out", "run", "--evaluate-every", "3", "--checkpoint-every", "6")[0] == 0
+    path, options = folder / "run" / "checkpoint.safetensors", folder / "run" / "options.json"
+    with safe_open(path, framework="pt") as file:
+        notes = dict(file.metadata())
+    del notes["scales"]
+    notes["format"] = "rpfunc checkpoint 1"
+    former = json.loads(notes["options"])
+    del former["precision"], former["optimizer"]["asynchronous"]
+    notes["options"] = json.dumps(former)
+    save_file(load_file(path), path, metadata=notes)
+    options.write_text(json.dumps(former))
+    code, output, errors = rpfunc("train", "--resume", "run")
+    assert (code, errors, "after step 6 of 6" in output) == (0, "", True)
+    assert saved(folder / "run") == saved(folder / "straight")
 
 
 def wait_for_step(run: Path, step, process):
@@ -154,7 +208,16 @@ def test_help_names_the_commands_and_options(rpfunc):
     assert "sample" in output
     code, output, _ = rpfunc("train", "--help")
     assert code == 0
-    for option in ("--model.width", "--optimizer.learning-rate", "--execution.chunk", "--resume", "--out"):
+    for option in (
+        "--optimizer.async",
+        "--precision",
+        "--workers",
+        "--model.width",
+        "--optimizer.learning-rate",
+        "--execution.chunk",
+        "--resume",
+        "--out",
+    ):
         assert option in output
 
 
@@ -165,6 +228,8 @@ BAD = {
     "no TOML": (["train", "broken.toml"], "broken.toml is no TOML file"),
     "command name as key": (["train", "command.toml"], "'sample' is no option"),
     "unknown nested key": (["train", "nested.toml"], "widht"),
+    "no such precision": (["train", "tiny.toml", "--precision", "float8"], "float32"),
+    "another name for one step behind": (["train", "asynchronous.toml"], "async"),
     "wrong type": (["train", "tiny.toml", "--steps", "many"], "many"),
     "several wrong values": (
         ["train", "tiny.toml", "--steps", "0", "--data.rows", "1", "--execution.chunk", "0"],
@@ -195,6 +260,7 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(folder, rpfunc, case):
     (folder / "unknown.toml").write_text('colour = "red"\n')
     (folder / "command.toml").write_text("sample = 3\n")
     (folder / "nested.toml").write_text("[model]\nwidht = 8\n")
+    (folder / "asynchronous.toml").write_text("[optimizer]\nasynchronous = true\n")
     (folder / "broken.toml").write_text("steps = = 3\n")
     before = sorted(str(path) for path in folder.rglob("*"))
     code, output, errors = rpfunc(*arguments)

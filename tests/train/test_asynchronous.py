@@ -45,6 +45,12 @@ def steps(state, batches, optimizer, model, **options):
     return train_steps(state, batches, model=model, objective=summed(), optimizer=optimizer, **options)
 
 
+def collect(states, running):
+    """Appends each state that is yielded, until something raises."""
+    for state, _ in running:
+        states.append(state)
+
+
 def squared(broken=lambda batch: False):
     """x · p², so that the gradient, 2 x p, tells which p it was taken at."""
 
@@ -109,10 +115,10 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_states_before_it(at
     kinds[at] = math.inf
     reached = [start(optimizer)]
     with pytest.raises(GradientError, match=f"step {at + 1}: loss inf, gradient norm inf"):
-        for state, _ in steps(
-            reached[0], map(batch_of, kinds), optimizer, squared(), nonfinite="raise", donate=donate, workers=2
-        ):
-            reached.append(state)
+        collect(
+            reached,
+            steps(reached[0], map(batch_of, kinds), optimizer, squared(), nonfinite="raise", donate=donate, workers=2),
+        )
     wanted, _ = by_hand(1.0, kinds, True)
     whole = reached[-1:] if donate else reached
     assert [state.params["a"].item() for state in whole] == wanted[len(reached) - len(whole) : len(reached)]
@@ -198,7 +204,8 @@ def test_a_checkpoint_written_while_an_update_runs_is_of_one_step(tmp_path, dona
     optimizer, draw, saved = counting(), chance.Random(0), []
     state = State.create({name: torch.zeros(()) for name in LEAVES}, optimizer)
     batches = (data([1.0], dtype=torch.float32) for _ in range(30))
-    for state, _ in steps(state, batches, optimizer, many_leaves(), donate=donate, workers=2):
+    running = steps(state, batches, optimizer, many_leaves(), donate=donate, workers=2)
+    for state, _ in running:
         if draw.random() < 0.4:
             time.sleep(draw.choice([0.0, 0.005, 0.02]))
             checkpoint.save(tmp_path / "c", state)
@@ -274,11 +281,13 @@ def test_a_layer_that_raises_leaves_the_states_before_it_whole(at, donate, worke
     batches = (data([3.0 if number == at else 1.0]) for number in range(6))
     reached = [start(optimizer)]
     with pytest.raises(BrokenError, match="layer") as caught:
-        for state, _ in steps(
-            reached[0], batches, optimizer, squared(lambda batch: batch.row["x"].item() == 3.0),
-            donate=donate, workers=workers, plan="X0:2",
-        ):  # fmt: skip
-            reached.append(state)
+        collect(
+            reached,
+            steps(
+                reached[0], batches, optimizer, squared(lambda batch: batch.row["x"].item() == 3.0),
+                donate=donate, workers=workers, plan="X0:2",
+            ),
+        )  # fmt: skip
     assert len(caught.value.__notes__) == 1
     assert caught.value.__notes__[0].startswith("rpfunc: in task 0X0 (layers 0:2, microbatch 0) on worker ")
     assert threading.active_count() == before
@@ -309,10 +318,10 @@ def test_an_update_that_raises_leaves_the_state_before_it(at, at_leaf, asynchron
     optimizer, before = failing_at(at, at_leaf), threading.active_count()
     reached = [start(optimizer)]
     with pytest.raises(BrokenError, match="update") as caught:
-        for state, _ in steps(
-            reached[0], map(batch_of, [1.0] * 6), optimizer, squared(), workers=2, asynchronous=asynchronous
-        ):
-            reached.append(state)
+        collect(
+            reached,
+            steps(reached[0], map(batch_of, [1.0] * 6), optimizer, squared(), workers=2, asynchronous=asynchronous),
+        )
     assert caught.value.__notes__ == [f"rpfunc: in the optimizer's step {at} of this run"]
     assert threading.active_count() == before
     wanted, _ = by_hand(1.0, [1.0] * 6, asynchronous)
@@ -329,11 +338,13 @@ def test_a_donated_state_whose_update_raised_says_that_it_is_broken(at, at_leaf,
     optimizer = failing_at(at, at_leaf)
     reached = [start(optimizer)]
     with pytest.raises(BrokenError, match="update"):
-        for state, _ in steps(
-            reached[0], map(batch_of, [1.0] * 6), optimizer, squared(), donate=True, workers=2,
-            asynchronous=asynchronous,
-        ):  # fmt: skip
-            reached.append(state)
+        collect(
+            reached,
+            steps(
+                reached[0], map(batch_of, [1.0] * 6), optimizer, squared(), donate=True, workers=2,
+                asynchronous=asynchronous,
+            ),
+        )  # fmt: skip
     with pytest.raises(StateError, match=f"is broken: the update of step {at} had begun to overwrite it; .*last check"):
         _ = reached[at - 1].params
     for state in reached[: at - 1]:

@@ -179,13 +179,17 @@ def test_a_runtime_is_shared_and_its_cursor_moves_on():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_clipping_uses_the_norm_over_all_stages(cut):
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_clipping_uses_the_norm_over_all_stages(cut, asynchronous, compute_dtype):
     """Gradients (3, 0) and (0, 4) at different layers, limit 1: updates -(0.6, 0) and -(0, 0.8), norm 5."""
 
     def layer(direction):
-        return rowwise(
-            lambda p, x, batch: (x if isinstance(x, torch.Tensor) else 0.0) + (p * direction).sum() * batch.row["one"]
-        )
+        def function(p, x, batch):
+            above = x if isinstance(x, torch.Tensor) else 0.0
+            return above + (p * direction.to(p.dtype)).sum() * batch.row["one"].to(p.dtype)
+
+        return rowwise(function)
 
     model = Model(
         (
@@ -206,23 +210,29 @@ def test_clipping_uses_the_norm_over_all_stages(cut):
     state = State.create({"a": torch.zeros(2), "b": torch.zeros(2)}, optimizer)
     steps = train_steps(
         state,
-        [Batch(row={"one": torch.ones(1, 1)})],
+        [Batch(row={"one": torch.ones(1, 1)})] * 3,
         model=model,
         objective=objective,
         optimizer=optimizer,
+        asynchronous=asynchronous,
+        compute_dtype=compute_dtype,
         plan=Plan.parse(plan),
         workers=cut,
     )
-    ((state, result),) = steps
-    assert result.grad_norm == 5.0
-    torch.testing.assert_close(state.params["a"], torch.tensor([-0.6, 0.0]))
-    torch.testing.assert_close(state.params["b"], torch.tensor([0.0, -0.8]))
+    for number, (state, result) in enumerate(steps, start=1):
+        assert result.grad_norm == 5.0
+        torch.testing.assert_close(state.params["a"], number * torch.tensor([-0.6, 0.0]))
+        torch.testing.assert_close(state.params["b"], number * torch.tensor([0.0, -0.8]))
 
 
 @pytest.mark.parametrize("plan", ["X0:2", "F0:1 X1:2 B0:1"])
 @pytest.mark.parametrize("case", ["plain", "decay", "clip"])
-def test_a_shared_leaf_decays_once_and_enters_the_norm_once(plan, case):
-    """loss = Σ over 2 examples of E · E by two layers that read E = (1, 2, 3): gradient 4 E, norm 4 |E|."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_shared_leaf_decays_once_and_enters_the_norm_once(plan, case, asynchronous):
+    """loss = Σ over 2 examples of E · E by two layers that read E = (1, 2, 3): gradient 4 E, norm 4 |E|.
+
+    Over three steps: the loss, 2 E · E, tells that both layers have read the same E.
+    """
 
     def last(p, x, batch):
         return (x * p).sum(-1)
@@ -244,17 +254,23 @@ def test_a_shared_leaf_decays_once_and_enters_the_norm_once(plan, case):
         "clip": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1)),
     }[case]
     table = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    ((state, result),) = train_steps(
+    found = train_steps(
         State.create({"table": table}, optimizer),
-        [Batch(row={"one": torch.ones(2, 1, 1, dtype=torch.float64)})],
+        [Batch(row={"one": torch.ones(2, 1, 1, dtype=torch.float64)})] * 3,
         model=Model(layers),
         objective=objective,
         optimizer=optimizer,
+        asynchronous=asynchronous,
         plan=plan,
         workers=2,
         microbatches=2,
     )
-    norm = 4 * math.sqrt(14)
-    wanted = {"plain": 4 * table, "decay": 4.5 * table, "clip": 4 * table / norm}[case]
-    assert result.grad_norm == pytest.approx(norm, rel=1e-12)
-    torch.testing.assert_close(state.params["table"], table - 0.1 * wanted, rtol=1e-12, atol=1e-12)
+    before = table
+    for state, result in found:
+        read = before if asynchronous else table
+        norm = 4 * math.sqrt(float(read @ read))
+        assert result.loss.item() == pytest.approx(float(2 * read @ read), rel=1e-12)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-12)
+        change = {"plain": 4 * read, "decay": 4 * read + 0.5 * table, "clip": 4 * read / norm}[case]
+        before, table = table, table - 0.1 * change
+        torch.testing.assert_close(state.params["table"], table, rtol=1e-12, atol=1e-12)
