@@ -66,7 +66,7 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
         if odd:
             raise ModelError(f"layer: leaf {odd[0] or 'output'} of what it returns is no tensor; make it one")
         # torch.func.vjp needs an output to differentiate, even where all are integers
-        return floating(output)[0] or (torch.zeros(()),), tuple(every_leaf)
+        return floating(output)[0] or (torch.zeros((), device=leaves[0].device),), tuple(every_leaf)
 
     primals = tuple(leaf for flat in flats for leaf in flat)
     if not primals:  # torch.func.vjp needs something to differentiate
@@ -76,7 +76,12 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
 
     def pullback(cotangent: Flat) -> tuple[Flat, ...]:
         # called once: each residual is freed as soon as it has been read
-        return tuple(_cut(pull(cotangent or (torch.zeros(()),), retain_graph=False, create_graph=False), sizes))
+        return tuple(
+            _cut(
+                pull(cotangent or (torch.zeros((), device=primals[0].device),), retain_graph=False, create_graph=False),
+                sizes,
+            )
+        )
 
     return tree.unflatten(structures[0], output), pullback
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from rpfunc import random, tree
 from rpfunc.errors import OptionsError
 from rpfunc.model import Model, Params
-from rpfunc.models import decoder, hf, lora, lora_peft
+from rpfunc.models import decoder, lora
+from rpfunc.models.hf import PretrainedModel, load, load_tokenizer, packaged, save
+from rpfunc.models.lora_peft import save as save_adapters
 from rpfunc.train.options import TrainOptions
 
 PACKAGE = "package:"
@@ -48,9 +50,9 @@ def read_start(options: TrainOptions) -> Start:
 
 def _pretrained(options: TrainOptions) -> Start:
     source = _source(options.pretrained)
-    tokenizer = hf.load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     # frozen weights may stay in a mapped file; trained ones are overwritten, so they are read into memory
-    base, params = hf.load(source, mapped=options.lora is not None)
+    base, params = load(source, mapped=options.lora is not None)
     model: Model = base
     if options.lora is not None:
         key = random.fold_in(random.key(options.seed), "adapters")
@@ -69,11 +71,11 @@ def _pretrained(options: TrainOptions) -> Start:
     def export(params: Params, folder: Path) -> list[Path]:
         written = [folder / "model"]
         merged = lora.merge(model, params)
-        hf.save(*_as_stored(*merged), written[0])
+        save(*_as_stored(*merged), written[0])
         tokenizer.save_pretrained(written[0])
         if options.lora is not None:
             written.append(folder / "adapters")
-            lora_peft.save(written[1], model, params)
+            save_adapters(written[1], model, params)
         return written
 
     return Start(model, params, None if options.lora is None else lora.frozen, encode, decode, export)
@@ -81,12 +83,12 @@ def _pretrained(options: TrainOptions) -> Start:
 
 def _as_stored(model: Model, params: Params) -> tuple[Model, Params]:
     """Returns the model with a config that says so if merging has untied its head."""
-    if not isinstance(model, hf.PretrainedModel) or "head" not in params or not model.config.get("tie_word_embeddings"):
+    if not isinstance(model, PretrainedModel) or "head" not in params or not model.config.get("tie_word_embeddings"):
         return model, params
     return replace(model, config={**model.config, "tie_word_embeddings": False}), params
 
 
 def _source(pretrained: str) -> Path:
     if pretrained.startswith(PACKAGE):
-        return hf.packaged(pretrained.removeprefix(PACKAGE))
+        return packaged(pretrained.removeprefix(PACKAGE))
     return Path(pretrained)

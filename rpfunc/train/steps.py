@@ -112,7 +112,8 @@ def train_steps(
     One batch more (two, if asynchronous) than states have been yielded is asked for: batches that depend on the newest
     state (rollouts) want one call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
-    update that failed, which its next use says.
+    update that failed, which its next use says. A state whose own update fails raises that error when it is looked at;
+    the one before it is whole or says that it is broken.
     """
     problems = [] if nonfinite in ("skip", "raise") else [f"nonfinite is {nonfinite!r}, it must be 'skip' or 'raise'"]
     if not isinstance(state, State):
