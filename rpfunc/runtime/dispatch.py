@@ -11,6 +11,7 @@ from rpfunc.plan.plan import Plan
 from rpfunc.runtime.context import CallersContext
 from rpfunc.runtime.operations import Line, Operation
 from rpfunc.runtime.progress import Happened, Progress, Stopped
+from rpfunc.runtime.waiting import wait_until
 from rpfunc.runtime.workers import Runtime
 from rpfunc.schedule.timeline import Event, Timeline
 
@@ -51,7 +52,7 @@ class Dispatch:
         """
         try:
             with self._ended:
-                self._ended.wait_for(lambda: self._working == 0)
+                wait_until(self._ended, lambda: self._working == 0)
         except BaseException:
             self.cancel()
             raise
@@ -67,7 +68,7 @@ class Dispatch:
         if working:
             self._progress.fail(RuntimeError("cancelled"), self._iteration)
         with self._ended:
-            self._ended.wait_for(lambda: self._working == 0)
+            wait_until(self._ended, lambda: self._working == 0)
 
     def _serve(self, operations: Sequence[Operation]) -> None:
         try:

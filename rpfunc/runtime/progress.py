@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from rpfunc.runtime.waiting import acquire
+
 
 class Happened(NamedTuple):
     """An event's name: which iteration, what happened (a channel's work, or 'version'), to what."""
@@ -43,7 +45,7 @@ class Progress:
             waiter = _Waiter(missing, iteration)
             for each in missing:
                 self._waiting.setdefault(each, []).append(waiter)
-        waiter.ready.acquire()
+        acquire(waiter.ready)
         with self._lock:
             self._check(iteration)
 

@@ -9,6 +9,7 @@ from rpfunc import tree
 from rpfunc.errors import StateError
 from rpfunc.model import Params
 from rpfunc.optim import Transformation
+from rpfunc.runtime.waiting import result_of
 
 
 class LossScale(NamedTuple):
@@ -92,7 +93,7 @@ class State:
                 f"state of step {self._step}: {self._consumed}; use the state that followed it, "
                 "or load the last checkpoint, or train with donate=False"
             )
-        return self._future.result()
+        return result_of(self._future)
 
     def consume(self) -> Values:
         """Returns all that the state holds and gives the state up."""

@@ -29,6 +29,7 @@ from rpfunc.runtime.store import Store
 from rpfunc.runtime.tasks import Recompute
 from rpfunc.runtime.update import Measured, make_step, measure_gradients, skip_step
 from rpfunc.runtime.value_and_grad import Workers, open_runtime
+from rpfunc.runtime.waiting import result_of
 from rpfunc.runtime.workers import UPDATE, Cpu, Runtime
 from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.timeline import Timeline
@@ -216,7 +217,7 @@ class _Flight:
         running, number = self.running[0], self._number
         measured: Measured | None = None
         with suppress(Stopped):  # of which `wait` tells the reason
-            measured = self._submit(partial(self._measure, running, number)).result()
+            measured = result_of(self._submit(partial(self._measure, running, number)))
         result = running.wait()
         assert measured is not None
         self.running.popleft()
@@ -253,7 +254,7 @@ class _Flight:
     def finish(self) -> None:
         """Waits for the last step, and raises what ended the iterations if it was no end of batches."""
         if self._step is not None:
-            self._step.result()
+            result_of(self._step)
         if self._failure is not None:
             raise self._failure
 

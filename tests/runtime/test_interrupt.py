@@ -4,6 +4,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from rpfunc.runtime.waiting import acquire, result_of, wait_until
 
 PROGRAM = """
     import threading, time
@@ -28,6 +34,22 @@ PROGRAM = """
     except KeyboardInterrupt:
         print("interrupted", len(begun), threading.active_count(), flush=True)
 """
+
+
+def test_an_interrupt_that_came_before_the_wait_is_seen_in_time():
+    """Its handler sets a flag and does not wake who has just gone to sleep: nothing may sleep for long."""
+    ready, condition = threading.Lock(), threading.Condition()
+    ready.acquire()
+    threading.Timer(1.2, ready.release).start()
+    acquire(ready)  # through more than one moment
+    found = []
+    threading.Timer(1.2, lambda: found.append(1)).start()  # nobody notifies
+    with condition:
+        wait_until(condition, lambda: bool(found))
+    future = Future()
+    threading.Timer(1.2, lambda: future.set_exception(TimeoutError("the work's own"))).start()
+    with pytest.raises(TimeoutError, match="the work's own"):
+        result_of(future)
 
 
 def test_an_interrupt_ends_the_wait_and_the_workers():
