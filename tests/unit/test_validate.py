@@ -1,7 +1,8 @@
 import re
 
 import pytest
-from broken_schedules import BROKEN, ONE, TURN, TWO, work
+from broken_schedule import ONE, TURN, TWO, work
+from broken_schedules import BROKEN
 
 from rpfunc.errors import ScheduleError
 from rpfunc.plan import StageCost
