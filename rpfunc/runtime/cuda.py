@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rpfunc.errors import OptionsError
-from rpfunc.runtime.device import URGENT, Lane, _pieces
+from rpfunc.runtime.device import URGENT, Lane, pieces_of
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class CudaDevice:
                 "to be on the cpu, as .cpu() makes them"
             )
         stream = self._streams[channel]
-        for place, part in [(target, source)] if urgent else _pieces(target, source, PIECE_BYTES):
+        for place, part in [(target, source)] if urgent else pieces_of(target, source, PIECE_BYTES):
             with self._lanes[direction].turn(urgent), torch.cuda.stream(stream):
                 if direction == "upload":
                     stream.wait_stream(self._new_memory)

@@ -117,7 +117,7 @@ class LinkedCpu:
         direction = channel.rpartition("_")[2]
         lane, rate = self._lanes[direction], getattr(self._link, direction)
         urgent = channel in URGENT
-        pieces = [(target, source)] if urgent else list(_pieces(target, source, self._link.piece_bytes))
+        pieces = [(target, source)] if urgent else list(pieces_of(target, source, self._link.piece_bytes))
         self._dawdle(channel, pieces)
         for place, part in pieces:
             with lane.turn(urgent):
@@ -155,7 +155,7 @@ LONGEST_DELAY_S = 0.003
 """Of a copy or a task in disorder, before it begins."""
 
 
-def _pieces(target: Tensor, source: Tensor, piece_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces_of(target: Tensor, source: Tensor, piece_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields parts of both that belong together, of about so many bytes."""
     if not (target.is_contiguous() and source.is_contiguous()):
         yield target, source

@@ -102,7 +102,9 @@ class Job:
 
 def grain(recompute: bool | Recompute) -> Recompute:
     """Returns the word for what True and False stand for; others as they are."""
-    return {True: "stage", False: "none"}.get(recompute, recompute) if isinstance(recompute, bool) else recompute  # type: ignore[arg-type, return-value]
+    if isinstance(recompute, bool):
+        return "stage" if recompute else "none"
+    return recompute
 
 
 def choose_plan(job: Job, params: Params, prepared: Batch, num_workers: int) -> Plan:

@@ -8,7 +8,7 @@ parameters and one download of its gradients:
     activation_upload ->  compute  ->  activation_download      once a task
 
 Channels go on side by side, each in its own order, and meet in events alone. There is no barrier. Every wait has one of
-these reasons; `testing.check_trace` proves of a run that they suffice, and tests that none can be spared.
+these reasons; `rpfunc.testing.races` proves of a run that they suffice, and tests that none can be spared.
 
     inputs are there        compute after the task's activation_upload
     parameters are there    compute after the run's parameter_upload
@@ -17,6 +17,7 @@ these reasons; `testing.check_trace` proves of a run that they suffice, and test
     handed on               whoever reads what a task has handed on, after that is on the host
     sums go on              a run that adds to sums begun elsewhere, after those are on the host
     version is complete     whoever reads a subtree of a version, after that has been written
+    gradient is complete    the optimizer's step, after the last addition of each run that adds to a subtree
     room for inputs         no more than one task's inputs ahead of the one that is computed
     room for outputs        no more than one task's outputs behind
     room for a run          no more than one run's parameters ahead, or one run's sums behind
@@ -32,6 +33,9 @@ from typing import NamedTuple
 from rpfunc.runtime.progress import Happened
 from rpfunc.runtime.tasks import Work, adds
 from rpfunc.schedule.task import Schedule, Task
+
+CHANNELS_OF_WORKER = ("compute", "activation_upload", "activation_download", "parameter_upload", "gradient_download")
+"""A worker's channels; one that shares the host's memory has the first alone."""
 
 BEHIND = 2
 """How many places a worker's buffers may lie apart: one is in use, one is on its way."""
@@ -150,26 +154,22 @@ def operations(
     return list(lines), list(after)
 
 
-CHANNELS_OF_WORKER = ("compute", "activation_upload", "activation_download", "parameter_upload", "gradient_download")
-"""A worker's channels; one that shares the host's memory has the first alone."""
-
-
 def version_of(version: int, name: str) -> Happened:
     """Returns the event that a subtree's version has been written."""
     return Happened(version, "version", name)
 
 
-def gradient_waits(
-    iteration: int, schedule: Schedule, work: Work, shares_memory: Sequence[bool]
-) -> dict[str, list[Wait]]:
+def gradient_waits(iteration: int, lines: Sequence[Line], work: Work) -> dict[str, list[Wait]]:
     """Returns, by name, what has to happen before a subtree's gradient may be read: the ends of all runs that add."""
     found: dict[str, list[Wait]] = {}
-    for tasks, shared in zip(schedule.workers, shares_memory, strict=True):
-        for run in _runs(tasks, work):
-            if any(map(adds, run)):
-                last = Happened(iteration, "compute" if shared else "gradient_download", run[-1])
+    for line in lines:
+        channel = "gradient_download" if "gradient_download" in line else "compute"
+        for operation in line[channel]:
+            task, run = operation.task, operation.run
+            if task == run[-1] and any(map(adds, run)):
+                last = Wait("gradient is complete", Happened(iteration, channel, task))
                 for name in dict.fromkeys(name for task in run for name in work.subtrees(task)):
-                    found.setdefault(name, []).append(Wait("gradient is complete", last))
+                    found.setdefault(name, []).append(last)
     return found
 
 

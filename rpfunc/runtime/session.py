@@ -112,7 +112,7 @@ class Session:
         number, shares_memory = self._next, runtime.shares_memory
         iteration = Iteration(work, params, pieces, total, runtime.recorder, number, version or 0)
         lines, self._trails = operations(number, schedule, work, shares_memory, version, self._trails)
-        waits = gradient_waits(number, schedule, work, shares_memory)
+        waits = gradient_waits(number, lines, work)
         if job.schedule is None:
             runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
         self._next += 1

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from rpfunc import tree
+from rpfunc.errors import OptimizerError
 from rpfunc.model import Model, Params
 from rpfunc.optim import Transformation, step, step_donated
+from rpfunc.optim.base import check_leafwise_state
 from rpfunc.optim.donatable import check_donatable
 from rpfunc.optim.leafwise import LeafwiseState, prepare
+from rpfunc.optim.rows import rows
 from rpfunc.optim.step import advance_donated
 from rpfunc.runtime.state import Values
 from rpfunc.stream.freeze import Frozen, mark
@@ -52,6 +55,13 @@ class Store:
         self._compute_dtype = compute_dtype
         self.names = list(dict.fromkeys(name for layer in model.layers for name in layer.subtrees))
         self.values = Values(params, values.optimizer_state)
+        if optimizer.leafwise is not None:
+            check_leafwise_state(values.optimizer_state)
+            trained = tree.partition(params, self._frozen)[1]
+            found = rows(trained, values.optimizer_state.leaves, trained)
+            missing = [f"{row.path} has none; State.create needs the same frozen" for row in found if row.state is None]
+            if missing:
+                raise OptimizerError.listing("optimizer state does not fit the parameters", missing)
         main = {name: self._cast(name, params[name], None) for name in self.names}
         self.versions: dict[int, dict[str, Any]] = {0: main}
         if staleness:
@@ -111,9 +121,8 @@ class Store:
 
     def _close(self, number: int, params: Params, state: Any) -> None:
         """Keeps what the step has made; the version that iteration `number` read is let go of."""
-        read = self.versions.pop(self.read_by(number))
+        del self.versions[self.read_by(number)]
         self.values = Values(params, state, _unmarked(self.versions[number]) if self._staleness else None)
-        del read
 
     def taken_over(self, number: int) -> int | None:
         """Returns the version whose memory step `number` writes over, if it does."""

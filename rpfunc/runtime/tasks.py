@@ -43,7 +43,7 @@ class Work:
 
     @property
     def head(self) -> int:
-        """The index of the layer whose output is scored, the last one; without an objective there is none so far up."""
+        """The index of the layer whose output is scored, the last one; without an objective, the number of layers."""
         return self.model.num_layers - (self.objective is not None)
 
     def span(self, task: Task) -> Span:

@@ -55,7 +55,7 @@ def measure_gradients(
                 leaf.div_(running.scale)
         gradients[name] = gradient
         squares += squared_norms(gradient)
-        if leafwise is not None and isinstance(state, LeafwiseState):
+        if leafwise is not None:
             trained = {name: store.trained(name)}
             parts += measure(
                 leafwise, {name: gradient}, LeafwiseState(state.shared, {name: state.leaves[name]}), trained

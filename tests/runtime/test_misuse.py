@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rpfunc import Batch, Cpu, Layer, Model, Runtime, State, optim, train_steps, tree, value_and_grad
-from rpfunc.errors import BatchError, ModelError, OptionsError, TreeError
+from rpfunc.errors import BatchError, ModelError, OptimizerError, OptionsError, TreeError
 from rpfunc.objectives import sft
 from rpfunc.stream import opaque
 from rpfunc.testing import exact
@@ -125,3 +125,16 @@ def test_two_leaves_of_one_path_are_refused():
 
 def test_a_plan_may_be_given_as_text():
     assert run(plan="F0:2 X2:4 B0:1 B1:2", workers=2)[0].loss == run()[0].loss
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_optimizer_state_of_something_else_is_refused_before_any_step(asynchronous):
+    optimizer = optim.sgd(0.1, momentum=0.9)
+    options = {"model": MODEL, "objective": exact.linear(), "optimizer": optimizer, "asynchronous": asynchronous}
+    whole, frozen = State.create(PARAMS, optimizer), lambda path, leaf: path == "embedding"
+    with pytest.raises(OptimizerError, match="does not fit"):
+        next(train_steps(whole, [BATCH], **options, frozen=frozen))
+    with pytest.raises(OptimizerError, match="does not fit"):
+        next(train_steps(State.create(PARAMS, optimizer, frozen), [BATCH], **options))
+    with pytest.raises(OptimizerError, match="optimizer state is a dict"):
+        next(train_steps(State(PARAMS, {}), [BATCH], **options))

@@ -108,13 +108,18 @@ def without(reason):
     return fewer
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_every_wait_is_needed(reason, monkeypatch):
-    """Without it the record has a race, if the run gets that far."""
+def leave_out(reason, monkeypatch):
+    """Runs from here on do without the waits of one reason."""
     if reason == "gradient is complete":
         monkeypatch.setattr(session, "gradient_waits", lambda *arguments: {})
     else:
         monkeypatch.setattr(session, "operations", without(reason))
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_wait_is_needed(reason, monkeypatch):
+    """Without it the record has a race, if the run gets that far."""
+    leave_out(reason, monkeypatch)
     caught = []
     for seed in range(6):
         try:
@@ -128,14 +133,12 @@ def test_every_wait_is_needed(reason, monkeypatch):
 @pytest.mark.parametrize("reason", REASONS)
 def test_disorder_shows_that_a_wait_is_missing(reason, monkeypatch):
     """Copies that end late and buffers of NaN give a wrong number or an error, for some seed."""
-    if reason == "gradient is complete":
-        monkeypatch.setattr(session, "gradient_waits", lambda *arguments: {})
-    else:
-        monkeypatch.setattr(session, "operations", without(reason))
+    leave_out(reason, monkeypatch)
     wanted, _ = train((), plan="X0:4", donate=False)
     for seed in range(30):
-        workers = [Cpu(link=Link(disorder=seed)), Cpu(link=Link(disorder=seed))]
-        options = {"schedule": TRAVELLING}
+        # where room is what is waited for, what is handed on leaves slowly, so that all before it piles up
+        link = Link(disorder=seed, download=2e3) if reason.startswith("room") else Link(disorder=seed)
+        workers, options = [Cpu(link=link), Cpu(link=link)], {"schedule": TRAVELLING}
         if reason == "room for a run":  # short runs that wait for nothing else
             workers, options = workers[:1], {"plan": PLANS[3]}
         if reason == "version is complete":
@@ -175,7 +178,7 @@ def test_no_schedule_deadlocks(data):
                 channels.setdefault((worker, channel), []).extend(
                     (Happened(iteration, channel, each.task), [wait.event for wait in each.waits]) for each in own
                 )
-        versions[iteration] = gradient_waits(iteration, schedule, work, shares)
+        versions[iteration] = gradient_waits(iteration, lines, work)
         gradients = [wait.event for waits in versions[iteration].values() for wait in waits]
         channels.setdefault("update", []).extend(
             (version_of(iteration + 1, name), gradients) for layer in MODEL.layers for name in layer.subtrees
