@@ -45,7 +45,7 @@ SIZES = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-HOW: dict[str, Any] = {"chunk": 384, "head_chunk": 128, "keep_attention": 8}
+HOW: dict[str, Any] = {"chunk": 384, "head_chunk": 128, "keep_attention": 1.0}
 """How rpfunc works: matters of time and memory alone."""
 
 

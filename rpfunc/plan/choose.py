@@ -37,7 +37,7 @@ def choose_streaming(
 
     Whole rows come first (no recomputation), then layer by layer, then chunk by chunk if all layers can. In an order,
     chunks go from large to small, and with each of them the head's, which are no larger. To a way that fits layer by
-    layer, attention is kept of as many layers as fit, too. `peak_bytes` predicts a way, for example through
+    layer, attention is kept of as many rows as fit, in eighths, too. `peak_bytes` predicts a way, for example through
     `rpfunc.plan.memory`; it is asked for each way until one fits, so at worst some dozens of times.
     Raises PlanError for numbers that cannot work and, naming the way that needs least, if none fits.
     """
@@ -71,13 +71,13 @@ def _ways(model: Model, num_rows: int, chunks: Sequence[int], head_chunks: Seque
 
 
 def _keeping(model: Model, choice: Choice, budget_bytes: int, peak_bytes: Callable[[Streaming], int]) -> Choice:
-    """Returns the choice with attention kept of as many layers as fit; more layers take more."""
+    """Returns the choice with attention kept of as many eighths of the rows as fit; more take more."""
     if choice.streaming.chunk is None or choice.streaming.order == "chunk":
         return choice
-    low, high = 0, sum(isinstance(layer.form, Attending) for layer in model.layers)
+    low, high = 0, 8 if any(isinstance(layer.form, Attending) for layer in model.layers) else 0
     while low < high:
         kept = (low + high + 1) // 2
-        way = replace(choice.streaming, keep_attention=kept)
+        way = replace(choice.streaming, keep_attention=kept / 8)
         found = peak_bytes(way)
         if found <= budget_bytes:
             low, choice = kept, replace(choice, streaming=way, peak_bytes=found)

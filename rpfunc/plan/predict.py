@@ -37,7 +37,7 @@ def memory(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
-    keep_attention: int = 0,
+    keep_attention: float = 0.0,
     frozen: tree.Mask | None = None,
 ) -> int:
     """Returns the predicted peak of live tensor bytes of `value_and_grad` in the caller's thread, gradients included.

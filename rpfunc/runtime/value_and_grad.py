@@ -44,7 +44,7 @@ def value_and_grad(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
-    keep_attention: int = 0,
+    keep_attention: float = 0.0,
     recompute: bool | Recompute = True,
     frozen: tree.Mask | None = None,
     schedule: Schedule | Scheduler | str | None = None,
@@ -61,8 +61,9 @@ def value_and_grad(
     head_chunk    rows of the head, and so of logits, at a time; None: as `chunk`
     order         "layer" works one layer over all chunks, then the next; "chunk" takes one chunk through all layers of
                   a stage, and needs layers that do not look ahead
-    keep_attention  of how many layers of a stage attention's results are kept between forward and backward, the last
-                  ones: faster the longer the rows, for one activation of memory each (order "layer" with a chunk)
+    keep_attention  share of the rows, 0 to 1, the last ones, whose results of attention are kept between forward and
+                  backward: faster the longer the rows, for that share of an activation in each layer of a stage (order
+                  "layer" with a chunk); half of the rows spare three quarters of the second attention
     recompute     what is kept between forward and backward: "stage" (True), each stage's input, the rest is computed
                   again; "layer", each layer's input; "none" (False), all that backward needs, on workers that share the
                   host's memory

@@ -160,7 +160,7 @@ class _Linear(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.sums, ctx.place, _ = inputs
+        x, weight, _, ctx.sums, ctx.place, ctx.linear = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
@@ -169,7 +169,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         flat = cotangent.reshape(-1, cotangent.shape[-1])
         ctx.sums.add_product(ctx.place, flat.T, x.reshape(-1, x.shape[-1]))
-        dx = cotangent @ weight if ctx.needs_input_grad[0] else None
+        dx = ctx.linear(cotangent, weight.T, None) if ctx.needs_input_grad[0] else None
         dbias = flat.sum(dim=0) if ctx.needs_input_grad[2] else None
         return dx, ctx.sums.nothing(ctx.place, weight.shape), dbias, None, None, None
 

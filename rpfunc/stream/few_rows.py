@@ -1,8 +1,8 @@
 """Products of few rows with a large weight, as a head of a chunk of rows has them.
 
-On CPUs a matrix product with few rows on the left reaches half the speed of one with many. Computed the other way
-round, with the weight's rows on the left, it does not. Both directions of a head use it, so that a score has the same
-bits whether or not it is differentiated. Source: own.
+On CPUs torch's matrix product copies the weight into a layout of its own, which for few rows takes as long as the
+product. oneDNN's reads it where it lies. Both directions of a head use it, so that a score has the same bits whether or
+not it is differentiated. Source: own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ LARGE = 1 << 20
 """Elements of a weight from which its products are treated apart; below, what that saves is less than it costs."""
 
 FEW_ROWS = 128
-"""Rows up to which a product is computed the other way round."""
-
-BLOCK = 4000
-"""Rows of a weight whose products with few rows stay in the cache."""
+"""Rows up to which oneDNN's product is the faster one."""
 
 
 class FewRowsProducts(TorchFunctionMode):
-    """A context in which `F.linear` of few rows and a large weight is computed the other way round, on a CPU."""
+    """A context in which `F.linear` of few rows and a large weight is oneDNN's, on a CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear and len(args) + len(kwargs or {}) <= 3 and _is_worth_it(*args[:2]):
@@ -38,22 +35,19 @@ class FewRowsProducts(TorchFunctionMode):
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns F.linear(x, weight, bias), the other way round where that is worth it; not to be differentiated."""
+    """Returns F.linear(x, weight, bias), by oneDNN where that is worth it; not to be differentiated."""
     if not _is_worth_it(x, weight):
         return F.linear(x, weight, bias)
-    flat = x.reshape(-1, x.shape[-1]).T
-    output = x.new_empty(flat.shape[1], len(weight))
-    for start in range(0, len(weight), BLOCK):
-        output[:, start : start + BLOCK] = (weight[start : start + BLOCK] @ flat).T
-    if bias is not None:
-        output += bias
-    return output.reshape(*x.shape[:-1], len(weight))
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return output
 
 
 def _is_worth_it(x: Tensor | None = None, weight: Tensor | None = None) -> bool:
     if x is None or weight is None or not weight.is_cpu or weight.dim() != 2 or weight.numel() < LARGE:
         return False
-    if not 0 < x.numel() <= FEW_ROWS * x.shape[-1] or weight.is_complex() or torch.is_autocast_enabled("cpu"):
+    if not 0 < x.numel() <= FEW_ROWS * x.shape[-1] or not x.dtype == weight.dtype == torch.float32:
+        return False  # torch's own products of 16-bit numbers are oneDNN's, which has none of wider ones
+    if torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.is_available():
         return False
     return all(transform == "Grad" for transform in running_transforms())  # it has no rule for vmap or jvp
 
@@ -73,7 +67,7 @@ class _Linear(Function):
         flat = cotangent.reshape(-1, cotangent.shape[-1])
         wanted = ctx.needs_input_grad
         return (
-            cotangent @ weight if wanted[0] else None,
+            few_rows_linear(cotangent, weight.T, None) if wanted[0] else None,
             flat.T @ x.reshape(-1, x.shape[-1]) if wanted[1] else None,
             flat.sum(dim=0) if wanted[2] else None,
         )

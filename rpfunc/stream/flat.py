@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,6 +129,17 @@ def spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
     """
     starts = range(0, num_rows, chunk)[-2 if isinstance(chunk, LastTwo) else 0 :]
     return [(start, min(start + chunk, num_rows)) for start in starts]
+
+
+def even_spans(num_rows: int, most: int) -> list[tuple[int, int]]:
+    """Returns as few half-open row ranges of at most `most` rows as cover num_rows, as even as can be.
+
+    >>> even_spans(10, 4)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    count = -(-num_rows // most)
+    cuts = [num_rows * index // count for index in range(count + 1)]
+    return list(pairwise(cuts))[-2 if isinstance(most, LastTwo) else 0 :]
 
 
 def rows(structured: Any, start: int, stop: int) -> Any:

@@ -52,7 +52,7 @@ class Stepping(ABC):
         """Returns the output for whole rows, computed `chunk` rows at a time; attention's results go into `kept`."""
         memory, output, num_rows = self.memory(), None, batch.num_rows
         for start, stop in spans(num_rows, int(chunk) if kept else chunk):  # each chunk adds to `kept`
-            with kept.computing(start) if kept else nullcontext():
+            with kept.computing(start, num_rows) if kept else nullcontext():
                 part = self.advance(
                     params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop, num_rows
                 )

@@ -15,7 +15,7 @@ from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.few_rows import FewRowsProducts, few_rows_linear
-from rpfunc.stream.flat import contiguous, own, rows, spans, vjp, write
+from rpfunc.stream.flat import contiguous, even_spans, own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
 from rpfunc.stream.streaming import Streaming
 from rpfunc.sums import Sums
@@ -109,7 +109,7 @@ def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tup
                 rows(x, start + low, start + high),
                 batch.rows(start + low, start + high),
             )
-            for low, high in spans(stop - start, how.head_rows)
+            for low, high in even_spans(stop - start, how.head_rows)
         ]
         for start, stop in reversed(spans(num_rows, how.chunk or num_rows))
     ]

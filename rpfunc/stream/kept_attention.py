@@ -7,6 +7,7 @@ head. Source: own; FlashAttention (arXiv 2205.14135, section 3.1) keeps the same
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +17,19 @@ from rpfunc.stream.split_attention import attention_with_sums, known_attention, 
 
 
 class KeptAttention:
-    """What each chunk's attention gave, by the chunk's first row; `recomputing` hands a chunk's results out once."""
+    """What the attention of chunks gave, those in the last `share` of the rows, by a chunk's first row.
 
-    def __init__(self) -> None:
+    `recomputing` hands a chunk's results out once.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._results: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def computing(self, start: int) -> TorchFunctionMode:
+    def computing(self, start: int, num_rows: int) -> AbstractContextManager[Any]:
         """Returns a context in which `split_attention` notes its results as those of the chunk at row `start`."""
+        if start < (1.0 - self._share) * num_rows:
+            return nullcontext()
         return _Computing(self._results.setdefault(start, []))
 
     def recomputing(self, start: int) -> TorchFunctionMode:

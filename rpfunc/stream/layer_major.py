@@ -39,24 +39,22 @@ def layer_linearize(
     The output of a row-wise layer that has no input, an embedding, is not stored: looked up once more, it costs little.
     """
     pullbacks: list[StagePullback] = []
-    embeds = x == () and len(layers) > 1 and isinstance(layers[0].form, RowWise)
+    embeds = x == () and len(layers) > 1 and isinstance(layers[0].form, RowWise) and how.chunk is not None
     for index, layer in enumerate(layers):
         needed = with_output or index + 1 < len(layers)
-        keep = how.keep_attention > len(layers) - 1 - index
-        x, pullback = linearize(layer, params, x, batch, how.chunk, with_output=needed, keep_attention=keep)
-        if embeds and index == 1 and not keep and how.chunk is not None:
-            pullback = partial(_embed_again, layers[0], layer, params, batch, how.chunk)
+        recall = partial(forward, layers[0], params, (), batch, how.chunk) if embeds and index == 1 else None
+        x, pullback = linearize(
+            layer,
+            params,
+            x,
+            batch,
+            how.chunk,
+            with_output=needed,
+            keep_attention=how.keep_attention,
+            recall=recall,
+        )
         pullbacks.append(pullback)
     return x, pullbacks
-
-
-def _embed_again(
-    embedding: Layer, layer: Layer, params: Params, batch: Batch, chunk: int, cotangent: Flat, grads: Grads
-) -> tuple[Flat, Grads]:
-    """Returns (dx, grads with contributions) of `layer`, whose input is the embedding's output."""
-    x = forward(embedding, params, (), batch, chunk)
-    _, pullback = linearize(layer, params, x, batch, chunk, with_output=False)
-    return pullback(cotangent, grads)
 
 
 def layer_transpose(pullbacks: list[StagePullback], cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:

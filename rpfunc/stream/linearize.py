@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rpfunc.batch import Batch
@@ -28,13 +29,14 @@ def linearize(
     chunk: int | None,
     *,
     with_output: bool = True,
-    keep_attention: bool = False,
+    keep_attention: float = 0.0,
+    recall: Callable[[], Any] | None = None,
 ) -> tuple[Any, StagePullback]:
     """Returns (output, pullback) of a layer.
 
-    Without a chunk the pullback holds the layer's residuals. With one it holds the layer's input, and recomputes
-    chunk by chunk; the output then costs a forward of its own, which `with_output=False` saves (None is returned), and
-    of which `keep_attention` keeps the results of a causal layer's attention.
+    Without a chunk the pullback holds the layer's residuals. With one it holds the layer's input, or `recall`, which
+    finds it again, and recomputes chunk by chunk; the output then costs a forward of its own, which `with_output=False`
+    saves (None is returned), and of which `keep_attention` keeps attention's results for that share of the rows.
     """
     selected = layer.select(params)
     if chunk is None:
@@ -46,10 +48,13 @@ def linearize(
 
         return contiguous(output), whole
 
-    kept = (KeptAttention(),) if keep_attention and with_output and isinstance(layer.form, Attending) else ()
+    keeps = keep_attention and with_output and isinstance(layer.form, Attending)
+    kept = (KeptAttention(keep_attention),) if keeps else ()
+    output = contiguous(layer.form.forward(selected, x, batch, chunk, *kept)) if with_output else None
+    find = (lambda: x) if recall is None else recall
 
     def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
-        dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name), *kept)
+        dx, added = layer.form.backward(selected, find(), batch, chunk, own(cotangent), grads.get(layer.name), *kept)
         return contiguous(dx), {**grads, layer.name: added}
 
-    return (contiguous(layer.form.forward(selected, x, batch, chunk, *kept)) if with_output else None), streamed
+    return output, streamed

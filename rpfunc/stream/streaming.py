@@ -26,14 +26,15 @@ class Streaming:
     head_chunk  rows of the head, and so of logits, at a time; None: as `chunk`
     order       "layer": one layer over all chunks, then the next (stores each layer's input)
                 "chunk": one chunk through all layers of a stage (stores what rows leave for later ones)
-    keep_attention  of how many layers of a stage, the last ones, attention's results are kept for their backward pass
-                (order "layer" with a chunk): a layer's activation more for each, and its attention computed once less
+    keep_attention  share of the rows, 0 to 1, the last ones, whose results of attention each layer keeps for its
+                backward pass (order "layer" with a chunk): that share of an activation for each layer of a stage. Later
+                rows see more and cost more: half of the rows spare three quarters of the second attention
     """
 
     chunk: int | None = None
     head_chunk: int | None = None
     order: Order = "layer"
-    keep_attention: int = 0
+    keep_attention: float = 0.0
 
     @property
     def head_rows(self) -> int | None:
@@ -52,10 +53,10 @@ class Streaming:
             problems.append(f"order is {self.order!r}, it must be 'layer' or 'chunk'")
         if self.order == "chunk" and self.chunk is None:
             problems.append("order is 'chunk', which needs a chunk, for example chunk=512")
-        if not isinstance(self.keep_attention, int) or self.keep_attention < 0:
-            problems.append(f"keep_attention is {self.keep_attention!r}, it must be a number of layers, at least 0")
+        if not isinstance(self.keep_attention, int | float) or not 0 <= self.keep_attention <= 1:
+            problems.append(f"keep_attention is {self.keep_attention!r}, it must be a share of the rows, 0 to 1")
         elif self.keep_attention and (self.chunk is None or self.order == "chunk"):
-            problems.append("keep_attention is of layers that are recomputed: it needs a chunk and order='layer'")
+            problems.append("keep_attention is for layers that are recomputed: it needs a chunk and order='layer'")
         if not isinstance(microbatches, int) or microbatches < 1:
             problems.append(f"microbatches is {microbatches!r}, it must be at least 1")
         return problems

@@ -81,7 +81,7 @@ def train_steps(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
-    keep_attention: int = 0,
+    keep_attention: float = 0.0,
     recompute: bool | Recompute = True,
     frozen: tree.Mask | None = None,
     schedule: Schedule | Scheduler | str | None = None,

@@ -31,7 +31,7 @@ WAYS = [
     {},
     {"chunk": 64},
     {"chunk": 100, "head_chunk": 50},
-    {"chunk": 50, "head_chunk": 50, "keep_attention": 1},
+    {"chunk": 50, "head_chunk": 50, "keep_attention": 0.5},
     {"chunk": 100, "order": "chunk"},
     {"chunk": 70, "head_chunk": 35, "order": "chunk"},
 ]
@@ -118,7 +118,7 @@ CASES = {"causal": (MODEL, PARAMS), "recurrent": (RECURRENT, SMALL_PARAMS), "bot
     [
         {"chunk": 8, "head_chunk": 3},
         {"chunk": 8, "order": "chunk", "microbatches": 3},
-        {"chunk": 8, "keep_attention": 2},
+        {"chunk": 8, "keep_attention": 1.0},
     ],
     ids=str,
 )
@@ -222,7 +222,7 @@ def test_smaller_heads_kept_attention_and_both_orders_are_searched():
     def peak(how):
         if how.chunk is None:
             return 10_000
-        return how.chunk + 10 * how.head_chunk + 200 * how.keep_attention + (0 if how.order == "chunk" else 50)
+        return how.chunk + 10 * how.head_chunk + int(800 * how.keep_attention) + (0 if how.order == "chunk" else 50)
 
     def choose(budget, **options):
         return plan.choose_streaming(causal, sft(), 2000, budget, peak, **options)
@@ -232,14 +232,14 @@ def test_smaller_heads_kept_attention_and_both_orders_are_searched():
     assert choose(64 + 10 * 32).streaming == Streaming(64, 32, "chunk")
     assert choose(2000 + 10 * 128 + 50).streaming == Streaming(2000, 128, "layer")
     kept = choose(2000 + 10 * 128 + 50 + 450)
-    assert kept.streaming == Streaming(2000, 128, "layer", keep_attention=2)
+    assert kept.streaming == Streaming(2000, 128, "layer", keep_attention=0.5)
     assert kept.peak_bytes == peak(kept.streaming)
     assert choose(64 + 10 * 16, head_chunks=(16,), chunks=(64,)).streaming == Streaming(64, 16, "chunk")
     with pytest.raises(PlanError) as caught:
         choose(300)
     assert str(caught.value) == (
         "no way to stream fits 300 bytes; the smallest peak is 384 bytes, with Streaming(chunk=64, head_chunk=32, "
-        "order='chunk', keep_attention=0)"
+        "order='chunk', keep_attention=0.0)"
     )
 
 
