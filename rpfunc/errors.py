@@ -55,6 +55,10 @@ class GradientError(RpfuncError):
     """A loss or gradient is not finite, and the caller asked to be told."""
 
 
+class MemoryLimitError(RpfuncError):
+    """A worker would need, or has taken, more memory than it may."""
+
+
 class CheckpointError(RpfuncError):
     """A checkpoint cannot be read, or belongs to something else."""
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from rpfunc.errors import OptionsError
+
+_PROFILING = threading.Lock()
+"""Held while torch's profiler runs: there is one in a process, and a second one would end it."""
 
 
 class Peak(NamedTuple):
@@ -24,6 +30,7 @@ def peak(function: Callable[[], Any]) -> Peak:
     CPU: every allocation and release, from the profiler's allocator events. They cover the calling thread alone, so
     measure work that runs in the caller's thread (`workers=None`), or call this inside a worker. CUDA, where it is
     initialised: the caching allocator's own peak. Slows `function` down somewhat; do not time it at once.
+    Threads take turns. Raises OptionsError inside a measurement or profile of the same thread.
 
     >>> peak(lambda: (torch.zeros(100) + torch.zeros(100)).sum().item()).peak_bytes
     1200
@@ -35,7 +42,9 @@ def peak(function: Callable[[], Any]) -> Peak:
         result = function()
         torch.cuda.synchronize()
         return Peak(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before, result)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise OptionsError("memory.peak: a profile or another measurement is running here; torch has one at a time")
+    with _PROFILING, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

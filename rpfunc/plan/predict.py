@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError, PlanError
+from rpfunc.meter import Following, Meter
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.chunk_major import check_stepping
-from rpfunc.stream.flat import LastTwo
+from rpfunc.stream.flat import FewChunks
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.recurrent import Recurrent
 from rpfunc.stream.stage import stage_fused, whole_grads
@@ -60,7 +59,7 @@ def memory(
     total = objective.total(prepared)
     # the second microbatch is the largest of those that find gradients to add to
     pieces = prepared.microbatches(microbatches)[:2]
-    how = _last_chunks(model, how)
+    how = on_few_chunks(model, how)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def shape_only(leaf: Any) -> Any:
@@ -70,7 +69,8 @@ def memory(
         pieces, total = [piece.map(shape_only) for piece in pieces], fake.from_tensor(total)
         if frozen is not None:
             model, params = freeze(model, params, frozen)
-        with _LiveBytes() as live, torch.no_grad():
+        meter = Meter()
+        with Following(meter), torch.no_grad():
             pieces = with_statistic(model, objective, params, pieces, how)
             grads: Any = {}
             for piece in pieces:
@@ -79,18 +79,17 @@ def memory(
             by_layer = [[grads.pop(layer.name)] for layer in model.layers]
             summed = {name: model.sum_grad(name, by_layer, params) for name in params}
             del summed
-            peak_bytes: int = live.peak_bytes
-            return peak_bytes
+            return meter.peak_bytes
 
 
-def _last_chunks(model: Model, how: Streaming) -> Streaming:
-    """Returns the same way to stream on the last two chunks alone, where nothing adds up over all of them."""
+def on_few_chunks(model: Model, how: Streaming) -> Streaming:
+    """Returns the same way to stream on a few chunks, where nothing adds up over all of them."""
     if any(isinstance(layer.form, Recurrent | Bidirectional) for layer in model.layers):
         return how
     return replace(
         how,
-        chunk=None if how.chunk is None else LastTwo(how.chunk),
-        head_chunk=None if how.head_chunk is None else LastTwo(how.head_chunk),
+        chunk=None if how.chunk is None else FewChunks(how.chunk),
+        head_chunk=None if how.head_chunk is None else FewChunks(how.head_chunk),
     )
 
 
@@ -133,33 +132,3 @@ def max_sequence(
         else:
             high, high_bytes = guess, guess_bytes
     return low * granularity
-
-
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the storages that operations make: how many bytes are live now, and were at most."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.prim.device.default:  # more than half of all calls
-            return args[0].fake_device
-        known = {id(storage) for storage in map(_storage, tree.leaves((args, kwargs or {}))) if storage is not None}
-        result = function(*args, **(kwargs or {}))
-        for storage in map(_storage, tree.leaves(result)):
-            if storage is not None and id(storage) not in known and storage not in self._storages:
-                self._storages.add(storage)
-                self.live_bytes += storage.nbytes()
-                weakref.finalize(storage, self._release, storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return result
-
-    def _release(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
-
-
-def _storage(leaf: Any) -> Any:
-    return leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from rpfunc import tree
+from rpfunc.meter import Following, Meter
 from rpfunc.model import Params
 from rpfunc.runtime.device import Device
 from rpfunc.runtime.iteration import Iteration, Place
 from rpfunc.runtime.operations import BEHIND, Operation
+from rpfunc.runtime.room import cast
 from rpfunc.runtime.tasks import Inputs, Outputs, perform
 from rpfunc.runtime.trace import Recorder
 from rpfunc.schedule.task import Task
@@ -40,10 +43,15 @@ class Execution:
     """
 
     def __init__(
-        self, iteration: Iteration, devices: Sequence[Device | None], recorder: Recorder | None = None
+        self,
+        iteration: Iteration,
+        devices: Sequence[Device | None],
+        recorder: Recorder | None = None,
+        meters: Sequence[Meter | None] | None = None,
     ) -> None:
         self._iteration, self._devices, self._recorder = iteration, devices, recorder or Recorder(False)
         self._buffers = [Buffers() for _ in devices]
+        self._meters = [None] * len(devices) if meters is None else meters
 
     def __call__(self, operation: Operation) -> None:
         """Does the work of one operation; what it waits for has happened."""
@@ -59,9 +67,13 @@ class Execution:
         place, dtype = iteration.place(task), iteration.work.compute_dtype
         if task == run[0]:
             params = iteration.subtrees(run)
-            buffers.params[run] = params if dtype is None else tree.map(lambda leaf: _cast(leaf, dtype), params)
-        params = buffers.params[run]
-        outputs, sums = perform(iteration.work, task, params, iteration.inputs(task), iteration.sums(place))
+            with self._following(operation.worker):
+                buffers.params[run] = params if dtype is None else tree.map(lambda leaf: cast(leaf, dtype), params)
+        params, meter = buffers.params[run], self._meters[operation.worker]
+        with self._following(operation.worker):
+            outputs, sums = perform(iteration.work, task, params, iteration.inputs(task), iteration.sums(place))
+        if meter is not None:  # the host's, from here on
+            meter.forget(_storages((outputs, sums)))
         iteration.store(task, outputs)
         iteration.store_sums(place, sums)
         if task == run[-1]:
@@ -71,15 +83,17 @@ class Execution:
         run, iteration = operation.run, self._iteration
         dtype = iteration.work.compute_dtype
         params, sums = iteration.subtrees(run), iteration.sums(self._place(run))
-        buffers.params[run] = tree.map(lambda leaf: _allocate(device, leaf, dtype), params)
-        buffers.sums[run] = tree.map(lambda leaf: _allocate(device, leaf), dict(sums))
+        with self._following(operation.worker):
+            buffers.params[run] = tree.map(lambda leaf: _allocate(device, leaf, dtype), params)
+            buffers.sums[run] = tree.map(lambda leaf: _allocate(device, leaf), dict(sums))
         self._recorder.write("device parameters", operation.worker, operation.side)
         self._recorder.write("device sums", operation.worker, operation.side)
         _copy(device, (buffers.params[run], buffers.sums[run]), (params, dict(sums)), operation.channel)
 
     def _activation_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         host = self._iteration.inputs(operation.task)
-        target = buffers.inputs[operation.task] = _map(lambda leaf: _allocate(device, leaf), host)
+        with self._following(operation.worker):
+            target = buffers.inputs[operation.task] = _map(lambda leaf: _allocate(device, leaf), host)
         self._recorder.write("device inputs", operation.worker, operation.place)
         _copy(device, _values(target), _values(host), operation.channel)
 
@@ -92,7 +106,8 @@ class Execution:
         inputs, params, work = buffers.inputs[task], buffers.params[run], self._iteration.work
 
         def compute() -> tuple[Outputs, Grads]:
-            outputs, sums = perform(work, task, params, inputs, buffers.sums[run])
+            with self._following(operation.worker):
+                outputs, sums = perform(work, task, params, inputs, buffers.sums[run])
             # a layer may hand on a parameter: what lives on must not be taken away with the parameters
             borrowed = _storages(params) | _storages(sums)
             return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage() in borrowed else leaf, outputs), sums
@@ -123,6 +138,10 @@ class Execution:
         _copy(device, host, sums, operation.channel)
         device.release(_tensors(buffers.sums.pop(operation.run)))
 
+    def _following(self, worker: int) -> AbstractContextManager[Any]:
+        meter = self._meters[worker]
+        return nullcontext() if meter is None else Following(meter)
+
     def _place(self, run: Run) -> Place | None:
         return next((place for place in map(self._iteration.place, run) if place is not None), None)
 
@@ -132,10 +151,6 @@ def _check_room(worker: int, buffers: Buffers) -> None:
     for what, held in vars(buffers).items():
         if len(held) > BEHIND:
             raise RuntimeError(f"worker {worker} holds {what} of {len(held)} tasks or runs at once, {BEHIND} have room")
-
-
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    return Frozen(leaf.tensor.to(dtype)) if isinstance(leaf, Frozen) else leaf.to(dtype)
 
 
 def _allocate(device: Device, leaf: Any, dtype: torch.dtype | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -9,8 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
+from rpfunc.meter import Meter
 from rpfunc.model import Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
@@ -18,8 +21,9 @@ from rpfunc.runtime.dispatch import Dispatch
 from rpfunc.runtime.execution import Execution
 from rpfunc.runtime.iteration import Iteration
 from rpfunc.runtime.job import Job, choose_schedule
-from rpfunc.runtime.operations import Trail, Wait, gradient_waits, operations, version_of
+from rpfunc.runtime.operations import Line, Trail, Wait, gradient_waits, operations, version_of
 from rpfunc.runtime.progress import Progress, Stopped
+from rpfunc.runtime.room import Size, Slot, check_room, needs, sizes_of
 from rpfunc.runtime.tasks import Work
 from rpfunc.runtime.workers import Runtime
 from rpfunc.schedule.timeline import Timeline
@@ -29,11 +33,15 @@ from rpfunc.stream.value import with_statistic
 
 @dataclass(frozen=True)
 class Result:
-    """What a gradient computation reports: the loss (), its denominator () (both float64), and when what ran."""
+    """What a gradient computation reports: the loss (), its denominator () (both float64), and when what ran.
+
+    peak_bytes  by worker, the most that its memory has held since the runtime began; None where it has no limit
+    """
 
     loss: Tensor
     total: Tensor
     timeline: Timeline
+    peak_bytes: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,14 @@ class Running:
     dispatch: Dispatch
     total: Tensor
     waits: dict[str, list[Wait]]
+    meters: Sequence[Meter | None]
     scale: float = 1.0
 
     def wait(self) -> Result:
         """Returns the result once all tasks have ended; raises what a task raised."""
         timeline = self.dispatch.wait()
-        return Result(self.iteration.loss() / self.scale, self.total, timeline)
+        peaks = tuple(None if meter is None else meter.peak_bytes for meter in self.meters)
+        return Result(self.iteration.loss() / self.scale, self.total, timeline, peaks)
 
     def cancel(self) -> None:
         """Drops what has not begun and returns once the workers are free."""
@@ -73,6 +83,7 @@ class Session:
         self._model = job.model if job.frozen is None else thawing(job.model)
         self._next = 0
         self._trails: list[Trail] = []
+        self._sizes: dict[Any, Mapping[Slot, Size]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -111,14 +122,27 @@ class Session:
         work = Work(self._model, objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory
         iteration = Iteration(work, params, pieces, total, runtime.recorder, number, version or 0)
-        lines, self._trails = operations(number, schedule, work, shares_memory, version, self._trails)
+        lines, trails = operations(number, schedule, work, shares_memory, version, self._trails)
+        self._check_room(lines, iteration, pieces)
+        self._trails = trails
         waits = gradient_waits(number, lines, work)
         if job.schedule is None:
             runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
         self._next += 1
-        perform = Execution(iteration, runtime.devices, runtime.recorder)
+        perform = Execution(iteration, runtime.devices, runtime.recorder, runtime.meters)
         dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
-        return Running(iteration, dispatch, total, waits, scale)
+        return Running(iteration, dispatch, total, waits, runtime.meters, scale)
+
+    def _check_room(self, lines: Sequence[Line], iteration: Iteration, pieces: Sequence[Batch]) -> None:
+        limits = [None if meter is None else meter.limit_bytes for meter in self.runtime.meters]
+        if all(limit is None for limit in limits):
+            return
+        work = iteration.work
+        shapes = [tuple(leaf.shape) for piece in pieces[:2] for leaf in tree.leaves(piece.row)]
+        key = work.plan, work.workload.num_blocks, work.workload.halved, tuple(shapes)
+        if key not in self._sizes:  # a second or more for a deep model
+            self._sizes = {key: sizes_of(work, iteration.params, pieces, iteration.total)}
+        check_room(needs(lines, work, self._sizes[key], self.runtime.shares_memory), limits)
 
     def _await_version(self, version: int) -> None:
         names = {name for layer in self._model.layers for name in layer.subtrees}

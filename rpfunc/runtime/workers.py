@@ -12,6 +12,8 @@ from typing import Self
 import torch
 
 from rpfunc.errors import OptionsError
+from rpfunc.meter import Meter
+from rpfunc.plan.checks import is_whole
 from rpfunc.runtime.cuda import open_cuda
 from rpfunc.runtime.device import Device, Link, LinkedCpu
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
@@ -32,12 +34,17 @@ UPDATE: Channel = (HOST, "update")
 class Cpu:
     """A CPU worker: one thread, whose tensor operations use `threads` cores (intra-op threads).
 
-    link  None: it works on the host's memory itself, and nothing is copied. With a `Link` it plays a device: whatever
-          it reads and hands on is copied, by four more threads
+    link          None: it works on the host's memory itself, and nothing is copied. With a `Link` it plays a device:
+                  whatever it reads and hands on is copied, by four more threads
+    memory_bytes  the most that it may hold: what its tasks make while they run, and with a link the buffers that are
+                  copied to and from. What an iteration will need is known before it starts, and refused if it is
+                  more; what is really held is measured, which costs some 10 us an operation (`Result.peak_bytes`).
+                  None: it holds what it needs, and nothing is measured
     """
 
     threads: int = 1
     link: Link | None = None
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.threads, int) or not 1 <= self.threads <= MOST_THREADS:
@@ -45,6 +52,9 @@ class Cpu:
             raise OptionsError(f"worker: threads is {self.threads}, it must be {bound}")
         if self.link is not None and not isinstance(self.link, Link):
             raise OptionsError(f"worker: link is {self.link!r}, needs a Link or None")
+        whole = is_whole(self.memory_bytes) and not isinstance(self.memory_bytes, bool)
+        if self.memory_bytes is not None and (not whole or self.memory_bytes < 1):
+            raise OptionsError(f"worker: memory_bytes is {self.memory_bytes!r}, it must be at least 1 byte, or None")
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -117,6 +127,12 @@ class Runtime:
         self.num_workers = max(1, len(self.workers))
         self.cursor = 0
         self.recorder = Recorder(record)
+        self.meters = [
+            Meter(worker.memory_bytes, f"worker {index}")
+            if isinstance(worker, Cpu) and worker.memory_bytes is not None
+            else None
+            for index, worker in enumerate(self.workers)
+        ] or [None]
         self.devices: list[Device | None] = [worker.open(index) for index, worker in enumerate(self.workers)] or [None]
         self._queues: dict[Channel, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []

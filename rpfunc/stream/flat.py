@@ -113,22 +113,23 @@ def own(tensors: Flat, foreign: Sums = ()) -> Flat:
     return tuple(owned)
 
 
-class LastTwo(int):
-    """A chunk size of which the last two chunks alone are worked on, in buffers for all rows.
+class FewChunks(int):
+    """A chunk size of which the first chunk and the last two are worked on, in buffers for all rows.
 
-    What comes out is nonsense, what it takes is not: the last chunks see most rows, and no chunk before them finds more
-    in memory than the last but one. For `rpfunc.plan.memory`.
+    What comes out is nonsense, what it takes is not: the last chunks see most rows, the first one goes another way
+    through attention, and no chunk between finds more in memory than the last but one. For `rpfunc.plan.memory`.
     """
 
 
 def spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
     """Returns the half-open row ranges of each chunk, the last one possibly shorter.
 
-    >>> spans(7, 3), spans(100, LastTwo(10))
-    ([(0, 3), (3, 6), (6, 7)], [(80, 90), (90, 100)])
+    >>> spans(7, 3), spans(100, FewChunks(10))
+    ([(0, 3), (3, 6), (6, 7)], [(0, 10), (80, 90), (90, 100)])
     """
-    starts = range(0, num_rows, chunk)[-2 if isinstance(chunk, LastTwo) else 0 :]
-    return [(start, min(start + chunk, num_rows)) for start in starts]
+    starts = range(0, num_rows, chunk)
+    few = isinstance(chunk, FewChunks) and len(starts) > 3
+    return [(start, min(start + chunk, num_rows)) for start in ((0, *starts[-2:]) if few else starts)]
 
 
 def even_spans(num_rows: int, most: int) -> list[tuple[int, int]]:
@@ -139,7 +140,7 @@ def even_spans(num_rows: int, most: int) -> list[tuple[int, int]]:
     """
     count = -(-num_rows // most)
     cuts = [num_rows * index // count for index in range(count + 1)]
-    return list(pairwise(cuts))[-2 if isinstance(most, LastTwo) else 0 :]
+    return list(pairwise(cuts))[-2 if isinstance(most, FewChunks) else 0 :]
 
 
 def rows(structured: Any, start: int, stop: int) -> Any:

@@ -51,7 +51,7 @@ def linearize(
     keeps = keep_attention and with_output and isinstance(layer.form, Attending)
     kept = (KeptAttention(keep_attention),) if keeps else ()
     output = contiguous(layer.form.forward(selected, x, batch, chunk, *kept)) if with_output else None
-    find = (lambda: x) if recall is None else recall
+    find: Callable[[], Any] = (lambda: x) if recall is None else recall
 
     def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
         dx, added = layer.form.backward(selected, find(), batch, chunk, own(cotangent), grads.get(layer.name), *kept)

@@ -154,7 +154,7 @@ def run(
         optimizer=build_optimizer(options),
         asynchronous=options.optimizer.asynchronous,
         plan=execution.plan,
-        workers=[Cpu(execution.threads)] * execution.workers,
+        workers=[Cpu(execution.threads, memory_bytes=execution.worker_memory)] * execution.workers,
         microbatches=execution.microbatches,
         chunk=execution.chunk,
         head_chunk=execution.head_chunk,
@@ -195,7 +195,10 @@ def _evaluator(setting: Setting) -> Callable[[State], float]:
 
 
 def _record(setting: Setting, result: StepResult, rate: float, tokens_per_s: float) -> dict[str, Any]:
-    scale = {"loss_scale": result.loss_scale} if setting.options.precision == "float16" else {}
+    optional: dict[str, Any] = {"loss_scale": result.loss_scale} if setting.options.precision == "float16" else {}
+    peaks = [peak for peak in result.peak_bytes if peak is not None]
+    if peaks:
+        optional["worker_peak_bytes"] = max(peaks)
     return {
         "step": result.step,
         "bits_per_byte": result.loss.item() * setting.bits_per_nat,
@@ -204,5 +207,5 @@ def _record(setting: Setting, result: StepResult, rate: float, tokens_per_s: flo
         "skipped": result.skipped,
         "tokens_per_s": round(tokens_per_s, 1),
         "bubble": round(result.timeline.bubble, 4),
-        **scale,
+        **optional,
     }

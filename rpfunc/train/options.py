@@ -57,6 +57,8 @@ class ExecutionOptions:
     """CPU worker threads."""
     threads: int = 1
     """Intra-op threads of each worker."""
+    worker_memory: Annotated[int | None, Parameter(name=("worker-memory", "--worker-memory"))] = None
+    """Bytes that a worker may hold of what its tasks make; a step that needs more is refused. None: no limit."""
     microbatches: int = 4
     """Pieces of a batch that go through the stages one by one."""
     chunk: int | None = None
@@ -108,6 +110,7 @@ class TrainOptions:
             "optimizer.warmup": (optimizer.warmup, 0),
             "execution.workers": (execution.workers, 1),
             "execution.threads": (execution.threads, 1),
+            "execution.worker-memory": (1 if execution.worker_memory is None else execution.worker_memory, 1),
             "execution.microbatches": (execution.microbatches, 1),
             "execution.chunk": (1 if execution.chunk is None else execution.chunk, 1),
             "execution.head-chunk": (1 if execution.head_chunk is None else execution.head_chunk, 1),

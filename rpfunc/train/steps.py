@@ -56,6 +56,7 @@ class StepResult:
     skipped     no update was made, since the total was 0 or the gradient not finite
     timeline    when what ran
     loss_scale  by which the loss was multiplied while gradients were taken
+    peak_bytes  by worker, the most that its memory has held so far; None where it has no limit
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepResult:
     skipped: bool
     timeline: Timeline
     loss_scale: float = 1.0
+    peak_bytes: tuple[int | None, ...] = ()
 
 
 def train_steps(
@@ -247,7 +249,14 @@ class _Flight:
             self.start_next()
             self._step = self._submit(make)
         reported = StepResult(
-            state.step + 1, result.loss, result.total, measured.norm, skipped, result.timeline, running.scale
+            state.step + 1,
+            result.loss,
+            result.total,
+            measured.norm,
+            skipped,
+            result.timeline,
+            running.scale,
+            result.peak_bytes,
         )
         return State.pending(self._step, state.step + 1), reported
 

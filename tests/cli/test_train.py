@@ -166,6 +166,20 @@ def test_a_config_sets_staleness_and_precision_and_flags_win(folder, rpfunc):
     ]
 
 
+def test_workers_with_a_memory_limit_say_what_they_held_and_refuse_what_does_not_fit(folder, rpfunc):
+    assert rpfunc("train", "tiny.toml", "--out", "free", "--steps", "2")[0] == 0
+    assert rpfunc("train", "tiny.toml", "--out", "kept", "--steps", "2", "--worker-memory", "50000000")[0] == 0
+    assert saved(folder / "free") == saved(folder / "kept")
+    steps = [record for record in metrics(folder / "kept") if "bits_per_byte" in record]
+    assert len(steps) == 2
+    assert all(0 < record["worker_peak_bytes"] <= 50_000_000 for record in steps)
+    assert not any("worker_peak_bytes" in record for record in metrics(folder / "free"))
+    code, _, errors = rpfunc("train", "tiny.toml", "--out", "small", "--worker-memory", "1000")
+    assert code == 2
+    assert "its memory_bytes is 1,000; memory_bytes=" in errors
+    assert "Traceback" not in errors
+
+
 def test_a_run_of_before_there_was_a_precision_continues(folder, rpfunc):
     assert rpfunc("train", "tiny.toml", "--out", "straight")[0] == 0
     assert rpfunc("train", "tiny.toml", "--out", "run", "--evaluate-every", "3", "--checkpoint-every", "6")[0] == 0
@@ -211,6 +225,7 @@ def test_help_names_the_commands_and_options(rpfunc):
     for option in (
         "--optimizer.async",
         "--precision",
+        "--worker-memory",
         "--workers",
         "--model.width",
         "--optimizer.learning-rate",

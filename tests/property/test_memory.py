@@ -1,5 +1,6 @@
 """Measured and predicted peaks agree, and budgets are kept."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -129,7 +130,7 @@ def test_of_many_chunks_the_last_tell_what_all_of_them_take(name, way, monkeypat
     model, params = CASES[name]
     given = batch(4, 60)
     found = plan.memory(model, sft(), params, given, **way)
-    monkeypatch.setattr(predict, "LastTwo", int)
+    monkeypatch.setattr(predict, "FewChunks", int)
     assert found == pytest.approx(plan.memory(model, sft(), params, given, **way), rel=0.005)
 
 
@@ -137,12 +138,12 @@ def test_the_number_of_operations_does_not_depend_on_the_length(monkeypatch):
     """In a longer sequence attention alone takes a few more, block by block of the rows before a chunk."""
     counts = []
 
-    class Counting(predict._LiveBytes):
+    class Counting(predict.Following):
         def __torch_dispatch__(self, *args, **kwargs):
             counts[-1] += 1
             return super().__torch_dispatch__(*args, **kwargs)
 
-    monkeypatch.setattr(predict, "_LiveBytes", Counting)
+    monkeypatch.setattr(predict, "Following", Counting)
     for rows in (100, 300, 1900):
         counts.append(0)
         plan.memory(MODEL, sft(), PARAMS, batch(1, rows), chunk=25, head_chunk=5)
@@ -277,3 +278,20 @@ def test_no_gradient_of_a_large_heads_size_exists_beside_its_sum(order):
     function(params, given)
     peak = memory.peak(lambda: function(params, given)).peak_bytes
     assert peak - sum(leaf.nbytes for leaf in params.values()) < params["head"].nbytes / 2
+
+
+def test_threads_measure_in_turn_and_measurements_do_not_nest():
+    found = {}
+
+    def measure(count):
+        found[count] = max(memory.peak(lambda: torch.ones(count) + torch.ones(count)).peak_bytes for _ in range(5))
+
+    threads = [threading.Thread(target=measure, args=(count,)) for count in (100, 1000, 5000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {count: 3 * 4 * count for count in (100, 1000, 5000)}
+    with pytest.raises(OptionsError, match="another measurement is running here"):
+        memory.peak(lambda: memory.peak(lambda: None))
+    assert memory.peak(lambda: torch.ones(100)).peak_bytes == 400

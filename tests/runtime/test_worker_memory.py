@@ -1,0 +1,202 @@
+"""Workers with a memory limit: what they need is known before, what they hold is measured, and neither is exceeded."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensor
+
+from rpfunc import Batch, Layer, Model, memory, random, tree, value_and_grad
+from rpfunc.errors import MemoryLimitError, OptionsError
+from rpfunc.meter import Following, Meter
+from rpfunc.models import decoder
+from rpfunc.models.decoder import DecoderConfig
+from rpfunc.objectives import Objective, sft
+from rpfunc.runtime import Cpu, Link
+from rpfunc.runtime import session as sessions
+from rpfunc.stream import rowwise
+
+CONFIG = DecoderConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp_width=48)
+MODEL, PARAMS = decoder.model(CONFIG), decoder.init(CONFIG, random.key(0))
+PLENTY = 1 << 40
+PLANS = ["X0:4", "F0:2 X2:4 B0:2", "F0:1 F1:2 X2:4 B1:2 B0:1", "F0:2 F2:4 B2:4 B0:2"]
+
+
+def make_batch(examples, rows):
+    tokens = (random.uniform(random.key(1), (examples, rows)) * CONFIG.vocabulary).long()
+    return Batch(row={"tokens": tokens, "labels": tokens})
+
+
+def run(batch, num_workers=1, memory_bytes=PLENTY, link=None, **how):
+    workers = [Cpu(1, link, memory_bytes)] * num_workers
+    return value_and_grad(MODEL, sft(), workers=workers, microbatches=batch.num_examples, **how)(PARAMS, batch)
+
+
+def needed(batch, *args, **how):
+    """Returns the bytes that the refusal of a limit of one byte says would do, the most of any worker."""
+    with pytest.raises(MemoryLimitError) as caught:
+        run(batch, *args, memory_bytes=1, **how)
+    words = str(caught.value).split("memory_bytes=")[1:]
+    return max(int(word.split()[0]) for word in words)
+
+
+WAYS = [{}, {"chunk": 8, "head_chunk": 5}, {"chunk": 8, "order": "chunk"}, {"compute_dtype": torch.bfloat16}]
+
+
+@settings(max_examples=max(3, settings().max_examples // 8))
+@given(
+    st.integers(1, 4),
+    st.sampled_from(PLANS),
+    st.sampled_from(WAYS),
+    st.sampled_from([None, Link(), Link(disorder=3)]),
+    st.integers(1, 3),
+    st.integers(2, 24),
+)
+def test_what_is_held_is_no_more_than_was_planned_and_no_bit_differs(num_workers, text, how, link, examples, rows):
+    batch = make_batch(examples, rows)
+    result, grads = run(batch, num_workers, link=link, plan=text, **how)
+    other, unlimited = run(batch, num_workers, memory_bytes=None, link=link, plan=text, **how)
+    assert torch.equal(result.loss, other.loss)
+    assert all(map(torch.equal, tree.leaves(grads), tree.leaves(unlimited)))
+    assert other.peak_bytes == (None,) * num_workers
+    assert 0 < max(result.peak_bytes) <= needed(batch, num_workers, link=link, plan=text, **how)
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_the_limit_that_is_said_to_do_does_and_one_byte_less_does_not(how):
+    batch = make_batch(2, 15)
+    need = needed(batch, 2, plan="F0:2 X2:4 B0:2", **how)
+    run(batch, 2, memory_bytes=need, plan="F0:2 X2:4 B0:2", **how)
+    with pytest.raises(MemoryLimitError, match=f"its memory_bytes is {need - 1:,}; memory_bytes={need} would do"):
+        run(batch, 2, memory_bytes=need - 1, plan="F0:2 X2:4 B0:2", **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"chunk": 16}], ids=str)
+def test_peak_and_longest_sequence_are_the_same_for_one_to_four_workers(how):
+    how = {**how, "plan": "F0:2 X2:4 B0:2"}
+    rows, budget = 24, needed(make_batch(4, 24), 1, **how)
+    peaks = set()
+    for num_workers in range(1, 5):
+        result, _ = run(make_batch(4, rows), num_workers, memory_bytes=budget, **how)
+        peaks.add(max(result.peak_bytes))
+        with pytest.raises(MemoryLimitError):
+            run(make_batch(4, rows + 1), num_workers, memory_bytes=budget, **how)
+    assert peaks == {budget}
+
+
+def test_what_is_measured_is_what_the_allocator_says():
+    batch = make_batch(1, 400)
+    found = run(batch)[0].peak_bytes[0]
+    exact = memory.peak(lambda: value_and_grad(MODEL, sft())(PARAMS, batch)).peak_bytes
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+def test_every_worker_that_needs_more_is_named():
+    with pytest.raises(MemoryLimitError) as caught:
+        run(make_batch(2, 8), 2, memory_bytes=1000, plan="F0:2 X2:4 B0:2")
+    text = str(caught.value)
+    assert text.startswith("worker memory: 2 problems\n  - worker 0 needs ")
+    assert "while it works on 0B0), its memory_bytes is 1,000; memory_bytes=" in text
+    assert "\n  - worker 1 needs " in text
+    assert "while it works on 1X0)" in text
+
+
+def test_a_layer_that_takes_more_than_was_planned_is_stopped():
+    """What no run without data can tell, the limit that holds while tasks run does."""
+
+    def hungry(params, x, batch):
+        planned = isinstance(batch.row["x"], FakeTensor)
+        return params["w"] * sum([batch.row["x"] + float(copy) for copy in range(1 if planned else appetite)])
+
+    objective = Objective(
+        "sum",
+        lambda batch: batch,
+        lambda batch: torch.ones(()),
+        lambda output, batch: output,
+        lambda sums, *_: sums.sum(),
+    )
+    model = Model((Layer("a", rowwise(hungry), "a"),))
+    function = value_and_grad(model, objective, workers=[Cpu(memory_bytes=100_000)])
+    batch, params, before = (
+        Batch(row={"x": torch.ones(1, 1000)}),
+        {"a": {"w": torch.ones(())}},
+        threading.active_count(),
+    )
+    appetite = 1
+    function(params, batch)
+    appetite = 100
+    with pytest.raises(MemoryLimitError, match=r"worker 0: .* bytes live at once, its memory_bytes is 100,000"):
+        function(params, batch)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("part", "how"), [("working", {"link": Link()}), ("params", {"compute_dtype": torch.bfloat16})], ids=str
+)
+def test_one_missing_part_of_the_plan_would_be_found_out(monkeypatch, part, how):
+    whole = sessions.needs
+
+    def lacking(*args):
+        return [need and need._replace(**{part: 0}) for need in whole(*args)]
+
+    monkeypatch.setattr(sessions, "needs", lacking)
+    need = needed(make_batch(1, 40), plan="X0:4", **how)
+    monkeypatch.setattr(sessions, "needs", whole)
+    assert max(run(make_batch(1, 40), plan="X0:4", **how)[0].peak_bytes) > need
+
+
+def test_a_meter_counts_what_lives():
+    meter = Meter()
+    with Following(meter):
+        a = torch.ones(100)
+        b = a.view(10, 10) + 1
+        c = b[0]
+        assert meter.live_bytes == 800
+        del a
+        assert meter.live_bytes == 400
+        b.add_(1)
+        del b
+        assert meter.live_bytes == 400  # c is a part of it
+    other = c + 1
+    assert meter.live_bytes == 400
+    meter.forget([c.untyped_storage(), other.untyped_storage()])
+    assert (meter.live_bytes, meter.peak_bytes) == (0, 800)
+    del c
+    assert meter.live_bytes == 0
+
+
+def test_threads_that_share_a_meter_lose_no_count():
+    meter = Meter()
+
+    def work():
+        with Following(meter):
+            for _ in range(300):
+                (torch.ones(10) + 1).sum()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert meter.live_bytes == 0
+    assert 40 <= meter.peak_bytes <= 4 * 84
+
+
+def test_a_meter_keeps_nothing_alive():
+    meter = Meter()
+    with Following(meter):
+        tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
+
+
+@pytest.mark.parametrize("limit", [0, -5, 1.5, "1GiB", True, float("inf")])
+def test_limits_that_are_no_numbers_of_bytes_are_refused(limit):
+    with pytest.raises(OptionsError, match=r"worker: memory_bytes is .*, it must be at least 1 byte, or None"):
+        Cpu(memory_bytes=limit)
