@@ -1,7 +1,7 @@
 """The runtime: what dispatch costs, what workers gain, what the asynchronous optimizer hides.
 
 All but the first and last figures are of an 8-layer decoder of width 384 on 16 x 256 bytes, float32. Whatever is
-compared takes its turns in one process, and ratios are medians over the turns. `--quick` takes one turn, on 4 x 256.
+compared takes its turns in one process, and ratios are medians over the turns. `--quick` takes one turn, on 4 x 96.
 `--json` prints one JSON object as the last line.
 
     task_overhead_us   microseconds a task of empty forward stages takes, two workers
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,20 +57,22 @@ from rpfunc.stream import opaque
 CONFIG = DecoderConfig(vocabulary=256, width=384, layers=8, heads=6, kv_heads=6, head_size=64, mlp_width=1024)
 MODEL = decoder.model(CONFIG)
 PARAMS = decoder.init(CONFIG, random.key(0))
-QUICK = "--quick" in sys.argv
-TOKENS = (random.uniform(random.key(1), (4 if QUICK else 16, 256)) * CONFIG.vocabulary).long()
-BATCH = Batch(row={"tokens": TOKENS, "labels": TOKENS})
 OPTIMIZER = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
 Timed = Callable[[], float]
 """Returns the seconds that one iteration takes."""
 
 
-def steps(workers: Any, optimizer: optim.Transformation = OPTIMIZER, **options: Any) -> Iterator[Any]:
+def make_batch(examples: int, rows: int) -> Batch:
+    tokens = (random.uniform(random.key(1), (examples, rows)) * CONFIG.vocabulary).long()
+    return Batch(row={"tokens": tokens, "labels": tokens})
+
+
+def steps(batch: Batch, workers: Any, optimizer: optim.Transformation = OPTIMIZER, **options: Any) -> Iterator[Any]:
     """Yields after each step of an endless run."""
     state = State.create(tree.map(torch.clone, PARAMS), optimizer)
     options = {"microbatches": 4, "donate": True, "asynchronous": True} | options
     return train_steps(
-        state, iter(lambda: BATCH, None), model=MODEL, objective=sft(), optimizer=optimizer, workers=workers, **options
+        state, iter(lambda: batch, None), model=MODEL, objective=sft(), optimizer=optimizer, workers=workers, **options
     )
 
 
@@ -84,7 +85,7 @@ def seconds(run: Iterator[Any], count: int, warm: int = 2) -> float:
     return statistics.median(after - before for before, after in zip(times[warm - 1 :], times[warm:], strict=False))
 
 
-def plain_loop(*, checkpointed: bool) -> Iterator[Any]:
+def plain_loop(batch: Batch, *, checkpointed: bool) -> Iterator[Any]:
     """Yields after each step of a loop of plain torch with its fused optimizer."""
     leaves, structure = tree.flatten(PARAMS)
     leaves = [torch.nn.Parameter(leaf.clone()) for leaf in leaves]
@@ -92,7 +93,7 @@ def plain_loop(*, checkpointed: bool) -> Iterator[Any]:
     objective = sft()
     while True:
         params, x = tree.unflatten(structure, leaves), ()
-        prepared = objective.prepare(BATCH)
+        prepared = objective.prepare(batch)
         for layer in MODEL.layers:
             step = partial(layer, params, batch=prepared)
             again = checkpointed and layer not in (MODEL.layers[0], MODEL.layers[-1])
@@ -120,11 +121,14 @@ def task_overhead_us(num_tasks: int) -> float:
         return statistics.median(once() for _ in range(7)) / num_tasks * 1e6
 
 
-def two_apart(count: int) -> float:
-    """Returns what two threads gain over one that do the same work, each for itself."""
-    alone = seconds(steps([Cpu()]), count)
+def two_apart(batch: Batch, count: int, alone: float) -> float:
+    """Returns what two threads gain over one that does the same work alone, each for itself."""
     found: list[float] = []
-    threads = [threading.Thread(target=lambda: found.append(seconds(steps([Cpu()]), count + 1))) for _ in range(2)]
+
+    def apart() -> None:
+        found.append(seconds(steps(batch, [Cpu()], plan=PLAN), count + 1))
+
+    threads = [threading.Thread(target=apart) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -135,15 +139,17 @@ def two_apart(count: int) -> float:
 PLAN = Plan.parse("F0:7 X7:10 B0:3 B3:5 B5:7")
 
 
-def speedup_2(count: int) -> tuple[float, float]:
+def speedup_2(batch: Batch, count: int) -> tuple[float, float]:
     """Returns (the gain of two workers over one, the share that this is of two independent threads' gain)."""
-    gain = seconds(steps([Cpu()], plan=PLAN), count) / seconds(steps([Cpu()] * 2, plan=PLAN), count, warm=4)
-    return gain, gain / two_apart(count)
+    alone = seconds(steps(batch, [Cpu()], plan=PLAN), count)
+    gain = alone / seconds(steps(batch, [Cpu()] * 2, plan=PLAN), count, warm=3)
+    return gain, gain / two_apart(batch, count, alone)
 
 
-def against(loop: Callable[[], Iterator[Any]], count: int, **options: Any) -> float:
-    """Returns our speed over that of a loop."""
-    return seconds(loop(), count) / seconds(steps([Cpu()] * 2, plan=PLAN, **options), count, warm=4)
+def against(batch: Batch, count: int, *, checkpointed: bool, **options: Any) -> float:
+    """Returns our speed over that of a loop of plain torch."""
+    loop = seconds(plain_loop(batch, checkpointed=checkpointed), count)
+    return loop / seconds(steps(batch, [Cpu()] * 2, plan=PLAN, **options), count, warm=3)
 
 
 def slow_optimizer(busy_s: float) -> optim.Transformation:
@@ -161,10 +167,10 @@ def slow_optimizer(busy_s: float) -> optim.Transformation:
     return replace(OPTIMIZER, leafwise=replace(leafwise, scalars=slow))
 
 
-def async_hidden(count: int) -> float:
+def async_hidden(batch: Batch, count: int) -> float:
     """Returns the time of an iteration with an optimizer of half its length over that with next to none."""
-    compute = seconds(steps([Cpu()], optim.sgd(0.0)), count)
-    return seconds(steps([Cpu()], slow_optimizer(compute / 2)), count) / compute
+    compute = seconds(steps(batch, [Cpu()], optim.sgd(0.0)), count)
+    return seconds(steps(batch, [Cpu()], slow_optimizer(compute / 2)), count) / compute
 
 
 def makespan_error(unit_s: float, repeats: int) -> float:
@@ -186,17 +192,19 @@ def _error(generate: Any, plan: Plan, unit_s: float, repeats: int) -> float:
     costs = {slot: StageCost(unit_s * (plan.span(*slot).stop - plan.span(*slot).start)) for slot in plan.slots}
     batch = Batch(row={"tokens": torch.zeros(4, 2).long(), "labels": torch.zeros(4, 2).long()})
 
-    def sleep(params: Any, x: Any, batch: Batch) -> Any:
-        time.sleep(unit_s)
+    def sleep(params: Any, x: Any, batch: Batch, seconds: float) -> Any:
+        time.sleep(seconds)
         return batch.row["tokens"][..., None] * params if x == () else x * 1.0
 
-    model = Model(tuple(Layer(f"sleep{index}", opaque(sleep), "scale" if index == 0 else ()) for index in range(4)))
+    def makespan(runtime: Runtime, seconds: float) -> float:
+        form = opaque(partial(sleep, seconds=seconds))
+        model = Model(tuple(Layer(f"sleep{index}", form, "scale" if index == 0 else ()) for index in range(4)))
+        run = value_and_grad(model, sft(), plan=plan, schedule=schedule, microbatches=4, blocks=4, workers=runtime)
+        return run({"scale": torch.ones(2)}, batch)[0].timeline.makespan_s
 
     with Runtime([Cpu(), Cpu()]) as runtime:
-        run = value_and_grad(model, sft(), plan=plan, schedule=schedule, microbatches=4, blocks=4, workers=runtime)
-        params = {"scale": torch.ones(2)}
-        run(params, batch)  # warms up
-        measured = statistics.median(run(params, batch)[0].timeline.makespan_s for _ in range(repeats))
+        makespan(runtime, 0.0)  # warms up
+        measured = statistics.median(makespan(runtime, unit_s) for _ in range(repeats))
     return abs(measured / simulate(schedule, costs, work=work).makespan_s - 1)
 
 
@@ -206,20 +214,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", help="one key")
     arguments = parser.parse_args()
-    turns, count = (1, 1) if arguments.quick else (3, 4)
+    turns, count, batch = (1, 1, make_batch(4, 96)) if arguments.quick else (3, 4, make_batch(16, 256))
     gains: list[float] = []
 
     def speedup() -> float:
-        gain, share = speedup_2(count)
+        gain, share = speedup_2(batch, count)
         gains.append(gain)
         return share
 
     figures: dict[str, Callable[[], float]] = {
         "task_overhead_us": lambda: task_overhead_us(2000),
-        "makespan_error": lambda: makespan_error(0.06 if arguments.quick else 0.1, 1 if arguments.quick else 3),
-        "vs_checkpoint": lambda: against(partial(plain_loop, checkpointed=True), count),
-        "vs_plain": lambda: against(partial(plain_loop, checkpointed=False), count, recompute=False),
-        "async_hidden": lambda: async_hidden(count),
+        "makespan_error": lambda: makespan_error(0.05 if arguments.quick else 0.1, 1 if arguments.quick else 3),
+        "vs_checkpoint": lambda: against(batch, count, checkpointed=True),
+        "vs_plain": lambda: against(batch, count, checkpointed=False, recompute=False),
+        "async_hidden": lambda: async_hidden(batch, count),
         "speedup_2": speedup,
         "optimizer_ratio": lambda: measure_optimizer(4 if arguments.quick else 100, 5)["optimizer_ratio"],
     }

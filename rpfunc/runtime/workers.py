@@ -38,7 +38,8 @@ class Cpu:
                   whatever it reads and hands on is copied, by four more threads
     memory_bytes  the most that it may hold: what its tasks make while they run, and with a link the buffers that are
                   copied to and from. What an iteration will need is known before it starts, and refused if it is
-                  more; what is really held is measured, which costs some 10 us an operation (`Result.peak_bytes`).
+                  more: that takes a second or a few, once for a runtime's batches of one shape. What is really held
+                  is measured, which costs some 10 us an operation (`Result.peak_bytes`).
                   None: it holds what it needs, and nothing is measured
     """
 
