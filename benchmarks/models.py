@@ -117,34 +117,6 @@ def gradients(turns: int) -> dict[str, Any]:
     }
 
 
-PROGRAM = """
-import sys, threading
-from pathlib import Path
-from rpfunc import tree
-from rpfunc.models import hf
-
-def own():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-peak, ended = 0, threading.Event()
-
-def watch():
-    global peak
-    while not ended.wait(0.001):
-        peak = max(peak, own())
-
-before = own()
-watcher = threading.Thread(target=watch)
-watcher.start()
-model, params = hf.load(sys.argv[1], mapped=sys.argv[2] == "mapped")
-total = sum(float(leaf.sum()) for leaf in tree.leaves(params))  # reads every page
-ended.set()
-watcher.join()
-print(max(peak, own()) - before)
-"""
-
-
 def write_checkpoint(folder: Path, num_bytes: int) -> int:
     """Writes a Llama folder of about `num_bytes`; returns the file's size."""
     width = 1024
@@ -165,7 +137,7 @@ def imports(num_bytes: int) -> dict[str, Any]:
         gc.collect()
         grown = {}
         for how in ("copied", "mapped"):
-            command = [sys.executable, "-c", PROGRAM, folder, how]
+            command = [sys.executable, str(Path(__file__).with_name("import_memory.py")), folder, how]
             grown[how] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return {
         "import_bytes": size,

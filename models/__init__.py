@@ -3,10 +3,22 @@
 `rpfunc.models.hf` (transformers' folders) and `rpfunc.models.lora_peft` (PEFT's) are imported by themselves.
 """
 
-from rpfunc.models import decoder, lora, mlp, resnet
+from rpfunc.models import decoder, lora, mlp, recurrence, resnet
 from rpfunc.models.decoder import DecoderConfig
 from rpfunc.models.lora import LoraConfig
 from rpfunc.models.mlp import MlpConfig
+from rpfunc.models.recurrence import RecurrenceConfig
 from rpfunc.models.resnet import ResnetConfig
 
-__all__ = ["DecoderConfig", "LoraConfig", "MlpConfig", "ResnetConfig", "decoder", "lora", "mlp", "resnet"]
+__all__ = [
+    "DecoderConfig",
+    "LoraConfig",
+    "MlpConfig",
+    "RecurrenceConfig",
+    "ResnetConfig",
+    "decoder",
+    "lora",
+    "mlp",
+    "recurrence",
+    "resnet",
+]

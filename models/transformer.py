@@ -78,11 +78,16 @@ def layers(blocks: Sequence[Block], ends: Ends) -> tuple[Layer, ...]:
     Subtrees: `embedding` (V, W), `positions` (P, W), `block0` ... of {"attention": {norm, query, key, value, output,
     ...}, "mlp": {norm, ...}} with weights (out, in), `norm`, and `head` (V, W) unless tied.
     """
+    return stack([Layer(f"block{i}", block(each, f"block{i}"), f"block{i}") for i, each in enumerate(blocks)], ends)
+
+
+def stack(middle: Sequence[Layer], ends: Ends) -> tuple[Layer, ...]:
+    """Returns layers `embedding`, the given ones from rows (B, T, W) to such rows, and `head`, as `layers` does."""
     reads = {"tokens": "embedding", "positions": "positions"} if ends.positions else "embedding"
     projection = "embedding" if ends.tied else "head"
     return (
         Layer("embedding", rowwise(_embedding(ends)), reads),
-        *(Layer(f"block{i}", block(each, f"block{i}"), f"block{i}") for i, each in enumerate(blocks)),
+        *middle,
         Layer("head", rowwise(_head(ends)), {"norm": "norm", "projection": projection}),
     )
 

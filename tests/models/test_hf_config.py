@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, batch, module, oracle, transformers
 
+from rpfunc import value_and_grad
 from rpfunc.models import hf
+from rpfunc.objectives import sft
 
 LLAMA = {
     "model_type": "llama",
@@ -85,6 +87,9 @@ def test_unknown_model_types(kind):
     [
         ("qwen3_moe", {"output_router_logits": True}, "the router's auxiliary loss is not supported; set it to false"),
         ("gpt_oss", {"output_router_logits": True}, "the router's auxiliary loss is not supported; set it to false"),
+        ("qwen3_moe", {"router_z_loss_coef": 1e-3}, "router_z_loss_coef is 0.001; the field is not known"),
+        ("gpt_oss", {"router_z_loss_coef": 1e-3}, "router_z_loss_coef is 0.001; the field is not known"),
+        ("gpt_oss", {"output_router_logits": "yes"}, "output_router_logits is 'yes'; it must be true or false"),
         ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129; there are"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported is False"),
@@ -108,6 +113,25 @@ def test_what_a_family_does_not_support_is_refused_by_name(family, fields, neede
     with pytest.raises(ValueError, match="config") as caught:
         hf.from_config(config | fields)
     assert needed in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_module_that_adds_router_losses_is_refused_whenever_it_asks_for_them(family):
+    """Their coefficient alone adds nothing, as in transformers."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 17, "num_attention_heads": 2, "head_dim": 4}
+    sizes |= {"num_key_value_heads": 1, "num_experts_per_tok": 1, "intermediate_size": 8, "pad_token_id": None}
+    many = {"qwen3_moe": {"num_experts": 2, "moe_intermediate_size": 8}, "gpt_oss": {"num_local_experts": 2}}[family]
+    made = module(CLASSES[family](**sizes, **many, router_aux_loss_coef=0.9))
+    model, params = hf.load(made)
+    rows = batch(2, 5)
+    _, loss, _ = oracle(made, rows)
+    result, grads = value_and_grad(model, sft())(params, rows)
+    assert abs(float(result.loss) - float(loss)) <= 1e-5
+    made.config.output_router_logits = True
+    assert oracle(made, rows)[1] > loss + 0.1  # transformers does add them
+    for use in (lambda: hf.load(made), lambda: hf.write_grads(made, grads)):
+        with pytest.raises(ValueError, match="output_router_logits is True; the router's auxiliary loss is not supp"):
+            use()
 
 
 CLASSES = {

@@ -72,6 +72,27 @@ def test_the_oracle_sees_layouts_that_fit_square_matrices(wrong):
     assert (model(params, rows) - logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("intermediate", [8, 12])
+def test_gpt_oss_in_and_out(intermediate, tmp_path):
+    """Errors of import and export that cancel show in one direction."""
+    sizes = SQUARE | {"intermediate_size": intermediate}
+    made = module(transformers.GptOssConfig(**sizes, **HEADS, num_local_experts=4, num_experts_per_tok=2))
+    rows = batch(2, 6)
+    logits, _, _ = oracle(made, rows)
+    model, params = hf.load(made)
+    assert (model(params, rows) - logits).abs().max() <= 1e-5
+    gate_up, experts = made.model.layers[1].mlp.experts.gate_up_proj, params["block1"]["mlp"]["experts"]
+    for index, expert in enumerate(experts):
+        assert torch.equal(expert["gate"], gate_up[index, :, ::2].T)
+        assert torch.equal(expert["up"], gate_up[index, :, 1::2].T)
+    hf.save(model, params, tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="eager"
+    )
+    assert_equal_bits(dict(back.state_dict()), dict(made.state_dict()))
+    assert torch.equal(oracle(back, rows)[0], logits)
+
+
 def test_both_ways_of_storing_qwen3_experts(tmp_path):
     config = transformers.Qwen3MoeConfig(
         **SQUARE, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8

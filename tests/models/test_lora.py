@@ -258,22 +258,22 @@ def test_a_tied_head_is_untied_by_its_own_adapter_and_each_end_keeps_its_weight(
 def test_merging_rounds_once_and_can_be_taken_back():
     """In bfloat16 256 + 1 - 1 gives 255 where sums are rounded to it; and 16 x 16 random weights."""
     plain = Model((Layer("only", rowwise(lambda p, x, batch: F.linear(batch.row["x"], p)), "weight"),))
-    for weight, a, b in [
-        (torch.full((1, 1), 256.0), torch.ones(1, 1), torch.ones(1, 1)),
-        tuple(random.normal(random.key(seed), (16, 16)) for seed in range(3)),
-    ]:
+    base, *parts = (random.normal(random.key(seed), (16, 16)) for seed in range(3))
+    eighths = [(part * 8).round() / 8 for part in parts]  # their products and sums have no rounding in float32
+    for weight, a, b in [(torch.full((1, 1), 256.0), torch.ones(1, 1), torch.ones(1, 1)), (base, *eighths)]:
         base = weight.bfloat16()
         kept = base.clone()
         config = lora.LoraConfig(("only",), rank=len(a), alpha=len(a))
         model, params = lora.attach(plain, {"weight": base}, {"only": {"A": a, "B": b}}, config)
         for _ in range(2):
             merged, weights = lora.merge(model, params)
-            wanted = (kept.float() + (b[:, :, None] * a[None]).sum(1)).bfloat16()
-            torch.testing.assert_close(weights["weight"], wanted, rtol=2**-8, atol=0)
+            delta = (b[:, :, None] * a[None]).sum(1)
+            assert torch.equal(weights["weight"], (kept.float() + delta).bfloat16())
             assert_equal_bits(lora.split(params)[0]["weight"], kept)
         x = Batch(row={"x": torch.eye(len(base)).bfloat16()[None]})
         assert torch.equal(merged(weights, x)[0].T, weights["weight"])  # what runs is the merged weight
     assert weights["weight"].dtype == torch.bfloat16
+    assert not torch.equal(weights["weight"], kept + delta.bfloat16())  # rounded twice
 
 
 # --- wrong implementations that the comparisons above must see ---

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import transformers
 
-from rpfunc import Batch, tree, value_and_grad
+from rpfunc import Batch, generate, tree, value_and_grad
 from rpfunc.models import hf
 from rpfunc.objectives import sft
 from rpfunc.testing.oracles import assert_equal_bits, gradient_error
@@ -79,6 +79,28 @@ def test_logits_and_gradients_equal_transformers(folder):
 
 def module_grads(made):
     return {name: parameter.grad for name, parameter in made.named_parameters()}
+
+
+QUESTIONS = ["What is 2 + 3?", "Which planet do we live on? Answer in one word.", "Say hello."]
+
+
+def test_greedy_answers_equal_transformers(folder):
+    made, tokenizer = read(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    longest = max(map(len, prompts))
+    assert len({*map(len, prompts)}) == len(prompts)  # so that two are padded
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    end = tokenizer.eos_token_id
+    how = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": end, "eos_token_id": end}
+    wanted = made.generate(padded, attention_mask=mask, **how)[:, longest:].tolist()
+    model, params = hf.load(folder)
+    found = [text.tolist() for text in generate(model, params, prompts, 10, stop=(end,), chunk=16)]
+    assert [text + [end] * (len(theirs) - len(text)) for text, theirs in zip(found, wanted, strict=True)] == wanted
+    assert any(text[-1] == end and len(text) < 10 for text in found)  # an answer has come to its end
+    assert "5" in tokenizer.decode(found[0])
+    assert generate(model, params, prompts[2:], 10, stop=(end,))[0].tolist() == found[2]  # without padding
 
 
 def test_the_exported_folder_has_the_same_bits(folder):

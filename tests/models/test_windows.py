@@ -17,6 +17,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 4, 6])
 @pytest.mark.parametrize(
     ("window", "wanted"),
@@ -28,11 +29,18 @@ SIZES = {
         (None, [0, 0.5, 1, 1.5, 2, 2.5]),
     ],
 )
-def test_means_of_what_a_row_sees(window, wanted, chunk):
+def test_means_of_what_a_row_sees(window, wanted, chunk, masked):
     query, key = torch.zeros(1, 6, 1, 2), torch.ones(1, 6, 1, 2)
     value = torch.arange(6.0).reshape(1, 6, 1, 1)
+    visible = torch.ones(1, 6, dtype=torch.bool) if masked else None  # a mask that hides nothing
     found = [
-        attend(query[:, start : start + chunk], key[:, :stop], value[:, :stop], window=window)
+        attend(
+            query[:, start : start + chunk],
+            key[:, :stop],
+            value[:, :stop],
+            window=window,
+            visible=None if visible is None else visible[:, :stop],
+        )
         for start in range(0, 6, chunk)
         for stop in [min(start + chunk, 6)]
     ]
