@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+
+import numpy as np
 
 from rpfunc.errors import PlanError
 from rpfunc.plan.costs import LayerCost, layer_costs
 from rpfunc.plan.filling import Line, smallest_bound
 from rpfunc.plan.plan import Plan
+
+Cuts = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+"""Rows of where stages start, and the number of layers."""
+
+Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def classic_partition(costs: Sequence[LayerCost | float], stages: int, workers: int | None = None) -> Plan:
@@ -49,29 +56,36 @@ def least_bottleneck(sums: Sequence[float], stages: int) -> list[int]:
     return cuts
 
 
+def moves(cuts: Sequence[int]) -> Cuts:
+    """Returns the cuts with each run of them moved by one layer, no stage empty: a layer goes from stage to stage.
+
+    One row for each way to do that.
+    """
+    place = np.arange(len(cuts))
+    first, last = (inner[:, None] + 1 for inner in np.triu_indices(len(cuts) - 2))
+    run = (first <= place) & (place <= last)
+    moved = np.concatenate([cuts - run, cuts + run])
+    return moved[(np.diff(moved) > 0).all(axis=1)]
+
+
 def _descend(sums: Sequence[float], cuts: list[int], workers: int) -> list[int]:
     """Moves runs of cuts by one layer, the best move first, for as long as that makes the sorted loads smaller."""
-    loads = _loads(sums, cuts, workers)
-    while True:
-        best_loads, best = min(((_loads(sums, moved, workers), moved) for moved in _moves(cuts)), default=(loads, cuts))
+    before = np.array(sums)
+    loads = _loads(before, np.array([cuts]), workers)[0].tolist()
+    while len(moved := moves(cuts)):
+        found = _loads(before, moved, workers)
+        busiest = found[:, 0] == found[:, 0].min()
+        best_loads, best = min(zip(found[busiest].tolist(), moved[busiest].tolist(), strict=True))
         if best_loads >= loads:
-            return cuts
+            break
         loads, cuts = best_loads, best
+    return cuts
 
 
-def _loads(sums: Sequence[float], cuts: Sequence[int], workers: int) -> list[float]:
-    times = [sums[stop] - sums[start] for start, stop in pairwise(cuts)]
-    return sorted((sum(times[worker::workers]) for worker in range(workers)), reverse=True)
-
-
-def _moves(cuts: list[int]) -> Iterator[list[int]]:
-    """Yields the cuts with each run of them moved by one layer, no stage empty: a layer goes from stage to stage."""
-    for first in range(1, len(cuts) - 1):
-        for last in range(first + 1, len(cuts)):
-            for step in (-1, 1):
-                moved = [*cuts[:first], *(cut + step for cut in cuts[first:last]), *cuts[last:]]
-                if all(start < stop for start, stop in pairwise(moved)):
-                    yield moved
+def _loads(sums: Times, cuts: Cuts, workers: int) -> Times:
+    """Returns for each row of cuts what the workers have to do, in descending order."""
+    times = np.diff(sums[cuts]).reshape(len(cuts), -1, workers)
+    return np.asarray(-np.sort(-times.sum(axis=1)))
 
 
 def _check(num_layers: int, stages: int, workers: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache
 from typing import NamedTuple
 
 from rpfunc.errors import OptionsError
@@ -12,7 +12,7 @@ from rpfunc.plan.costs import LayerCost, StageCosts, stage_costs
 from rpfunc.plan.deal import Deal
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.plan.plan import Plan
-from rpfunc.plan.search import search
+from rpfunc.plan.search import Found, Space
 from rpfunc.schedule.gpipe import gpipe
 from rpfunc.schedule.greedy import greedy
 from rpfunc.schedule.interleaved import interleaved
@@ -20,7 +20,6 @@ from rpfunc.schedule.looped_bfs import looped_bfs
 from rpfunc.schedule.one_f_one_b import one_f_one_b
 from rpfunc.schedule.report import Report, report
 from rpfunc.schedule.simulate import simulate
-from rpfunc.schedule.steady import steady_state
 from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.schedule.workload import Workload
@@ -82,9 +81,11 @@ def compare(
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown:
         raise OptionsError(f"schedule: there is no {', '.join(unknown)}, there are {', '.join(SCHEDULES)}")
+    # those that are dealt have plans and some of the searches in common
+    search = cache(Space(layers, workers, microbatches, hardware, least_slots=workers).search)
     for name in names:
         if name in DEALT:
-            yield _dealt(name, layers, workers, microbatches, hardware)
+            yield _dealt(name, layers, workers, microbatches, hardware, search)
         else:
             counts = [count for count in _stage_counts(name, workers) if count <= len(layers)]
             yield from [_classic(name, layers, workers, microbatches, hardware, counts)] if counts else []
@@ -115,42 +116,61 @@ def _classic(
     pipelines = [
         Pipeline(generate, count, workers, microbatches, hardware, resident=name in RESIDENT) for count in counts
     ]
-    rows = []
+    runs = []
     # without transfers the first is known to be the fastest found
     for _, plan in fastest_plans(layers, pipelines)[: 3 if hardware.transfers_cost else 1]:
         schedule, work = generate(Workload(plan.slots, microbatches), workers)
-        rows.append(_compared(name, Deal(plan, (1,) * len(plan.slots)), work, schedule, layers, hardware))
-    return min(rows, key=lambda row: row.report.makespan)
+        runs.append(_simulated(name, Deal(plan, (1,) * len(plan.slots)), work, schedule, layers, hardware))
+    return _reported(min(runs, key=lambda run: run.timeline.makespan_s), hardware)
 
 
-def _dealt(name: str, layers: Sequence[LayerCost], workers: int, microbatches: int, hardware: Hardware) -> Compared:
-    options = {"split": name != "round_robin", "least_slots": workers}
-    once = search(layers, workers, microbatches, hardware, **options).deal  # type: ignore[arg-type]
+def _dealt(
+    name: str,
+    layers: Sequence[LayerCost],
+    workers: int,
+    microbatches: int,
+    hardware: Hardware,
+    search: Callable[..., Found],
+) -> Compared:
+    split = name != "round_robin"
+    once = search(split=split).deal
     work = once.workload(microbatches)
     costs = stage_costs(once.plan, layers)
     schedule = greedy(work, workers, costs) if name == "greedy" else once.schedule(work, workers)
-    row = _compared(name, once, work, schedule, layers, hardware)
+    row = _reported(_simulated(name, once, work, schedule, layers, hardware), hardware)
     if name == "greedy":
         return row
-    joined = search(layers, workers, microbatches, hardware, staleness=1, joined=True, **options).deal  # type: ignore[arg-type]
-    steady = steady_state(
-        partial(joined.schedule, num_workers=workers),
-        joined.workload(microbatches, staleness=1),
-        stage_costs(joined.plan, layers),
-        hardware,
-    )
-    return row._replace(steady_bubble=steady.bubble, steady_time=steady.iteration_time, steady_deal=joined)
+    joined = search(staleness=1, joined=True, split=split)
+    slots = stage_costs(joined.deal.plan, layers)
+    busy = microbatches * sum(slots[slot].time for slot in joined.deal.plan.slots)
+    bubble = 1 - busy / (workers * joined.time) if joined.time else 0.0
+    return row._replace(steady_bubble=bubble, steady_time=joined.time, steady_deal=joined.deal)
 
 
-def _compared(
+class _Run(NamedTuple):
+    """The first fields of `Compared`."""
+
+    name: str
+    deal: Deal
+    work: Workload
+    costs: StageCosts
+    schedule: Schedule
+    timeline: Timeline
+
+
+def _simulated(
     name: str, deal: Deal, work: Workload, schedule: Schedule, layers: Sequence[LayerCost], hardware: Hardware
-) -> Compared:
-    costs, resident = stage_costs(deal.plan, layers), name in RESIDENT
+) -> _Run:
+    costs = stage_costs(deal.plan, layers)
     moving = (
         {slot: cost._replace(parameter_bytes=0.0, gradient_bytes=0.0) for slot, cost in costs.items()}
-        if resident
+        if name in RESIDENT
         else costs
     )
-    timeline = simulate(schedule, moving, hardware, work)
-    found = report(timeline, schedule, costs, hardware, work, resident=resident)
-    return Compared(name, deal, work, costs, schedule, timeline, found, None, None, None)
+    return _Run(name, deal, work, costs, schedule, simulate(schedule, moving, hardware, work))
+
+
+def _reported(run: _Run, hardware: Hardware) -> Compared:
+    resident = run.name in RESIDENT
+    found = report(run.timeline, run.schedule, run.costs, hardware, run.work, resident=resident)
+    return Compared(*run, found, None, None, None)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rpfunc.plan.classic import classic_partition, least_bottleneck
+from rpfunc.plan.classic import classic_partition, least_bottleneck, moves
 from rpfunc.plan.costs import LayerCost
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.plan.plan import Plan
@@ -27,8 +27,8 @@ WIDE = 16
 MOST_MOVES = 6_000
 """About how many plans a step may time, which narrows the search where there are many stages."""
 
-AT_ONCE = 256
-"""Plans timed together, which bounds memory."""
+AT_ONCE, MOST_TIMES = 256, 2**22
+"""Plans timed together, and times of their tasks: bounds on memory."""
 
 Cuts = tuple[int, ...]
 """Where stages start, and the number of layers."""
@@ -88,7 +88,7 @@ def _improved(
     done: set[Cuts] = set()
     while front := [cuts for cuts in sorted(known, key=known.__getitem__)[:width] if cuts not in done]:
         done.update(front)
-        new = {moved for cuts in front for moved in _moves(cuts)} - known.keys()
+        new = {tuple(moved) for cuts in front for moved in moves(cuts).tolist()} - known.keys()
         known |= _timed(layers, pipeline, sorted(new))
     return known
 
@@ -96,8 +96,9 @@ def _improved(
 def _timed(layers: Sequence[LayerCost], pipeline: Pipeline, plans: Iterable[Cuts]) -> dict[Cuts, float]:
     plans = list(plans)
     times: dict[Cuts, float] = {}
-    for first in range(0, len(plans), AT_ONCE):
-        group = plans[first : first + AT_ONCE]
+    together = max(1, min(AT_ONCE, MOST_TIMES // len(pipeline.order.slot)))
+    for first in range(0, len(plans), together):
+        group = plans[first : first + together]
         slots = slot_times(
             pipeline.order.slots,
             layers,
@@ -117,13 +118,3 @@ def _balanced(layers: Sequence[LayerCost], pipeline: Pipeline) -> Iterator[Cuts]
     yield (*(span.start for span in by_worker.forward), num_layers)
     yield tuple(least_bottleneck([0, *accumulate(layer.forward + layer.backward for layer in layers)], stages))
     yield tuple(stage * num_layers // stages for stage in range(stages + 1))
-
-
-def _moves(cuts: Cuts) -> Iterator[Cuts]:
-    """Yields the cuts with each run of them moved by one layer, no stage empty: a layer goes from stage to stage."""
-    for first in range(1, len(cuts) - 1):
-        for last in range(first + 1, len(cuts)):
-            if cuts[first] - cuts[first - 1] > 1:
-                yield (*cuts[:first], *(cut - 1 for cut in cuts[first:last]), *cuts[last:])
-            if cuts[last] - cuts[last - 1] > 1:
-                yield (*cuts[:first], *(cut + 1 for cut in cuts[first:last]), *cuts[last:])

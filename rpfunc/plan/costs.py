@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 from rpfunc.errors import PlanError
@@ -160,21 +162,54 @@ def stage_costs(plan: Plan, layers: Sequence[LayerCost]) -> dict[tuple[str, int]
     StageCost(time=2.0, parameter_bytes=16, gradient_bytes=0.0, input_bytes=0.0, output_bytes=4, working_bytes=2.0)
     """
     plan.check(len(layers), trained=False)
-    kept = {span.start for span in (*plan.forward, *plan.backward, plan.fused) if span is not None}
-    return {(kind, stage): _stage_cost(kind, plan.span(kind, stage), layers, kept) for kind, stage in _stages(plan)}
+    kept = _kept(plan)
+    spans = {slot: plan.span(*slot) for slot in _stages(plan)}
+    return {slot: _stage_cost(layers, slot[0], span, _inside(kept, span)) for slot, span in spans.items()}
+
+
+def slot_costs_of(layers: Sequence[LayerCost]) -> Callable[[Plan], list[StageCost]]:
+    """Returns a function from a plan of these layers to what its slots cost, in order, as `stage_costs` has it.
+
+    For many plans: what they have in common, a kind of stage of the same layers, is added up once.
+
+    >>> found = slot_costs_of([LayerCost.of_forward(1.0)] * 3)(Plan.parse("F0:2 X2:3 B0:1 B1:2"))
+    >>> [cost.time for cost in found]
+    [2.0, 3.0, 3.0, 3.0]
+    """
+
+    @cache
+    def cost(kind: str, span: Span, kept: tuple[int, ...]) -> StageCost:
+        return _stage_cost(layers, kind, span, kept)
+
+    def costs(plan: Plan) -> list[StageCost]:
+        kept = _kept(plan)
+        spans = ((kind, plan.span(kind, stage)) for kind, stage in plan.slots)
+        return [cost(kind, span, _inside(kept, span) if kind == "F" else ()) for kind, span in spans]
+
+    return costs
 
 
 def _stages(plan: Plan) -> list[tuple[str, int]]:
     return [(part, stage) for kind, stage in plan.slots for part in (("B", "I", "W") if kind == "B" else (kind,))]
 
 
-def _stage_cost(kind: str, span: Span, layers: Sequence[LayerCost], kept: set[int]) -> StageCost:
+def _kept(plan: Plan) -> list[int]:
+    """Returns the layers whose inputs are kept for a stage that starts there, in ascending order."""
+    return sorted({span.start for span in (*plan.forward, *plan.backward, plan.fused) if span is not None})
+
+
+def _inside(kept: Sequence[int], span: Span) -> tuple[int, ...]:
+    return tuple(kept[bisect_right(kept, span.start) : bisect_left(kept, span.stop)])
+
+
+def _stage_cost(layers: Sequence[LayerCost], kind: str, span: Span, kept: Iterable[int]) -> StageCost:
+    """Returns the cost of a stage inside of which the inputs of the layers `kept` are kept if it runs forward."""
     own = layers[span.start : span.stop]
     time = {"F": "forward", "X": "fused", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}[kind]
     before = layers[span.start - 1].output_bytes if span.start > 0 else 0.0
     # nothing follows the model's last layer: its output is scored where it is made
     after = own[-1].output_bytes if span.stop < len(layers) else 0.0
-    saved = sum(layers[index - 1].output_bytes for index in kept if span.start < index < span.stop)
+    saved = sum(layers[index - 1].output_bytes for index in kept)
     inputs = {"F": before, "X": before, "B": before + after, "I": before + after, "W": before + after}
     outputs = {"F": after + saved, "X": before, "B": before, "I": before, "W": 0.0}
     residuals = sum(layer.residual_bytes for layer in own)

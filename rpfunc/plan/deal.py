@@ -40,6 +40,33 @@ class Deal(NamedTuple):
         return num_workers // math.gcd(self.num_cards, num_workers)
 
 
+def least_time(
+    deal: Deal, times: Sequence[float], num_workers: int, microbatches: int, *, joined: bool = False
+) -> float:
+    """Returns a time that an iteration of the deal does not go below; `times` as in `iteration_ends`, updates left out.
+
+    One iteration: a worker waits until a microbatch has come to its first card, does all its cards, and from its last
+    one a microbatch has to go on to the end. Joined ones, on average: cards that lie as far apart as the number that
+    divides both cards and workers always go to the same workers. Cost: O(cards), some 0.1 µs each.
+    """
+    turn = math.gcd(deal.num_cards, num_workers) if joined else min(deal.num_cards, num_workers)
+    work, before, after = ([0.0] * turn for _ in range(3))
+    card, passed, left = 0, 0.0, sum(times)
+    for ways, time in zip(deal.ways, times, strict=True):
+        left -= time
+        size, larger = divmod(microbatches, ways)
+        long, short = time * (size + 1), time * size
+        for number in range(ways):
+            worker = card % turn
+            if card < turn:
+                before[worker] = passed
+            work[worker] += long if number < larger else short
+            after[worker] = left
+            card += 1
+        passed += time
+    return max(work) * turn / num_workers if joined else max(map(sum, zip(before, work, after, strict=True)))
+
+
 def iteration_ends(
     deal: Deal,
     times: Sequence[float],
@@ -56,7 +83,8 @@ def iteration_ends(
     that one waits for has come before. The order of sums in a block delays nothing more, since cards follow it.
     """
     free = [0.0] * num_workers
-    runs = [even_runs(microbatches, ways) for ways in deal.ways]
+    cards_of = {ways: even_runs(microbatches, ways) for ways in set(deal.ways)}
+    runs = [cards_of[ways] for ways in deal.ways]
     ends: list[float] = []
     writes = [kind != "F" for kind, _ in deal.plan.slots]
     # a block's gradients wait for those of the iteration before, where they might overtake them: see `Workload`
@@ -70,6 +98,7 @@ def iteration_ends(
         last = ends[-1] if ends else 0.0
         for slot, (time, cards, written) in enumerate(zip(times, runs, writes, strict=True)):
             after: list[float] = []
+            append = after.append
             if slot in taken:
                 before = [*before]
                 for start, stop in pairwise([*blocks, microbatches]):
@@ -79,8 +108,10 @@ def iteration_ends(
                 card += 1
                 clock = free[worker]
                 for ready in before[run.start : run.stop]:
-                    clock = (ready if ready > clock else clock) + time
-                    after.append(clock)
+                    if ready > clock:
+                        clock = ready
+                    clock += time
+                    append(clock)
                 free[worker] = clock
                 if written and clock > last:
                     last = clock

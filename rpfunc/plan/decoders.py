@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.plan.costs import LayerCost
+
+MOST_LAYERS = 10_000
+"""Layers that a decoder may have: more is a mistake."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,18 @@ class DecoderShape:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("layers", "width", "heads", "kv_heads", "head_size", "mlp_width", "vocabulary", "active_experts")
-        problems = [
-            f"{name} is {getattr(self, name)}, it must be at least 1" for name in names if getattr(self, name) < 1
-        ]
-        if self.kv_heads >= 1 and self.heads % self.kv_heads:
+        def named(*names: str) -> dict[str, object]:
+            return {name: getattr(self, name) for name in names}
+
+        heads, experts = named("heads", "kv_heads"), named("experts", "active_experts")
+        problems = count_problems(named("layers"), most=MOST_LAYERS)
+        problems += count_problems(named("width") | heads | named("head_size", "mlp_width", "vocabulary") | experts)
+        if not count_problems(heads) and self.heads % self.kv_heads:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
-        if self.experts < self.active_experts:
+        if not count_problems(experts) and self.experts < self.active_experts:
             problems.append(f"experts is {self.experts}, it must be at least active_experts {self.active_experts}")
-        if self.window is not None and self.window < 1:
-            problems.append(f"window is {self.window}, it must be at least 1, or None")
+        if self.window is not None:
+            problems += [f"{problem}, or None" for problem in count_problems({"window": self.window})]
         if problems:
             raise PlanError.listing(f"decoder {self.name!r}", problems)
 
@@ -144,8 +150,7 @@ def decoder_costs(
     >>> round(costs[-1].forward / costs[1].forward, 2)
     2.32
     """
-    counts = {"rows": rows, "examples": examples, "flops_per_s": flops_per_s}
-    problems = [f"{name} is {count}, it must be above 0" for name, count in counts.items() if not count > 0]
+    problems = count_problems({"rows": rows, "examples": examples}) + rate_problems({"flops_per_s": flops_per_s})
     if problems:
         raise PlanError.listing("decoder", problems)
 

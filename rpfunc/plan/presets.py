@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import is_real, shown
 from rpfunc.plan.hardware import Hardware
 
 
@@ -63,8 +64,8 @@ def machine(text: str, *, efficiency: float = 0.75) -> Machine:
         problems.append(f"there is no {name!r}, there are {names}; a number may stand before, as in '8x4090'")
     if int(number) < 1:
         problems.append(f"has {number} workers, it must be at least 1")
-    if not 0 < efficiency <= 1:
-        problems.append(f"efficiency is {efficiency}, it must be above 0 and at most 1")
+    if not (is_real(efficiency) and 0 < efficiency <= 1):
+        problems.append(f"efficiency is {shown(efficiency)}, it must be above 0 and at most 1")
     if problems or found is None:
         raise PlanError.listing(f"machine {text!r}", problems)
     link = found.link_bytes_per_s

@@ -111,21 +111,29 @@ def makespans(order: Order, times: SlotTimes) -> Makespans:
     compute, upload, download, parameters, gradients = times
     is_moved, is_loaded = upload.any() or download.any(), parameters.any()
     slot_of_feeder = np.append(order.slot, len(order.slots))[order.feeder]
-    starts = np.zeros((len(order.slot) + 1, compute.shape[1]))
-    ends = np.zeros_like(starts)
+    ends = np.empty((len(order.slot) + 1, compute.shape[1]))
+    ends[-1] = 0.0
+    starts = ends.copy() if is_moved or is_loaded else ends
     for level in order.levels:
         own = slice(*level)
         slot = order.slot[own]
-        start = ends[order.needed[own]].max(axis=1)
+        first, *others = order.needed[own].T
+        start = ends.take(first, axis=0)  # in half the time of an index
+        for other in others:
+            np.maximum(start, ends.take(other, axis=0), out=start)
         if is_moved:
-            handed_on = ends[order.feeder[own]] + download[slot_of_feeder[own]]
-            np.maximum(start, np.maximum(handed_on, starts[order.fed[own]]) + upload[slot], out=start)
+            handed_on = ends.take(order.feeder[own], axis=0) + download.take(slot_of_feeder[own], axis=0)
+            fed = np.maximum(handed_on, starts.take(order.fed[own], axis=0), out=handed_on)
+            np.maximum(start, fed + upload.take(slot, axis=0), out=start)
         if is_loaded:
-            loaded = starts[order.run_before[own]] + parameters[slot] * order.is_first[own, None]
+            loaded = (
+                starts.take(order.run_before[own], axis=0) + parameters.take(slot, axis=0) * order.is_first[own, None]
+            )
             np.maximum(start, loaded, out=start)
-        starts[own] = start
-        ends[own] = start + compute[slot]
-    last = ends[:-1] + gradients[order.slot] * order.is_last[:, None]
+        if starts is not ends:
+            starts[own] = start
+        np.add(start, compute.take(slot, axis=0), out=ends[own])
+    last = ends[:-1] + gradients[order.slot] * order.is_last[:, None] if gradients.any() else ends[:-1]
     return np.asarray(last.max(axis=0))
 
 

@@ -10,8 +10,8 @@ from rpfunc.plan.checks import count_problems
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Slot, Workload
 
-MOST_TASKS, MOST_WORKERS = 10**8, 10**6
-"""What a generator makes: more is a mistake, which would fill the memory before it is noticed."""
+MOST_WORKERS = 10**5
+"""Workers that a generator deals to: more is a mistake."""
 
 
 def even_runs(count: int, num_runs: int) -> list[range]:
@@ -56,10 +56,7 @@ def every_iteration(orders: Iterable[Sequence[Task]], work: Workload) -> Schedul
 
 def check_size(generator: str, work: Workload, num_workers: int) -> None:
     """Raises ScheduleError unless there is a worker, and no more workers and tasks than can be meant."""
-    problems = count_problems({"num_workers": num_workers}, most=MOST_WORKERS)
-    problems += count_problems({"the number of the workload's tasks": work.num_tasks}, most=MOST_TASKS)
-    if problems:
-        raise ScheduleError.listing(generator, problems)
+    work.check_size(generator, count_problems({"num_workers": num_workers}, most=MOST_WORKERS))
 
 
 def stages_bound(
@@ -77,7 +74,8 @@ def stages_bound(
     if list(work.slots) != forward + [("B", stage) for _, stage in reversed(forward)]:
         found = " ".join(f"{stage}{kind}" for kind, stage in work.slots)
         problems.append(
-            f"needs forward stages and the same stages backward, none fused, as Plan.symmetric has them; found {found}"
+            "needs forward stages and the same stages backward, none fused, as Plan.symmetric has them; "
+            f"found {found:.60}"
         )
     if not fits(num_stages, num_workers):
         near = (stages for stages in range(1, 2 * (num_stages + num_workers)) if fits(stages, num_workers))

@@ -59,12 +59,14 @@ class Links:
     def end(self) -> list[int]:
         """Returns the transfers that end at `next_end`; to be called when it is that late."""
         ended = []
-        self._clock, self._clock_time = self._ending[0][0], self.next_end
-        while self._ending and self._ending[0][0] <= self._clock:
-            until, number = heappop(self._ending)
-            if self._holds(until, number):
-                self._stop(self._workers[number], self.next_end)
-                self.changed.add(self._workers[number])
+        ending, running, until, workers = self._ending, self._running, self._until, self._workers
+        self._clock, self._clock_time = clock, now = ending[0][0], self.next_end
+        while ending and ending[0][0] <= clock:
+            shown, number = heappop(ending)
+            worker = workers[number]
+            if running[worker] == number and until[worker] == shown:
+                self._stop(worker, now)
+                self.changed.add(worker)
                 ended.append(number)
         return ended
 
@@ -72,7 +74,7 @@ class Links:
         """Starts on every link the transfer whose turn it is, and pauses the one that has to give way."""
         self._clock = clock = self._clock + (now - self._clock_time) * self._speed
         self._clock_time = now
-        running, until, ending = self._running, self._until, self._ending
+        ending, running, until, workers = self._ending, self._running, self._until, self._workers
         for worker in self.changed:
             waiting, current = self._waiting[worker], running[worker]
             if waiting and current >= self._pausable > waiting[0]:
@@ -87,20 +89,17 @@ class Links:
                 heappush(ending, (until[worker], number))
                 self._num_busy += 1
         self.changed.clear()
-        while ending and not self._holds(*ending[0]):
-            heappop(ending)
-        if ending:
-            self._speed = min(self._link_rate, self._host_rate / self._num_busy)
-            self.next_end = now + max(0, ending[0][0] - clock) / self._speed
-        else:
-            self._speed, self.next_end = 0, math.inf
+        while ending:
+            shown, number = ending[0]
+            worker = workers[number]
+            if running[worker] == number and until[worker] == shown:
+                self._speed = min(self._link_rate, self._host_rate / self._num_busy)
+                self.next_end = now + max(0, shown - clock) / self._speed
+                return
+            heappop(ending)  # which a pause has left behind
+        self._speed, self.next_end = 0, math.inf
 
     def _stop(self, worker: int, now: float) -> None:
         self._record(self._running[worker], self._since[worker], now)
         self._running[worker] = IDLE
         self._num_busy -= 1
-
-    def _holds(self, until: float, number: int) -> bool:
-        """Returns whether an entry of `_ending` is up to date: a pause leaves it behind."""
-        worker = self._workers[number]
-        return self._running[worker] == number and self._until[worker] == until

@@ -25,7 +25,7 @@ class Steady(NamedTuple):
     bubble          share of the workers' time without computation
     iteration_time  from the start of one iteration to the start of the next, on average
     period          iterations after which everything repeats, on the same workers and at the same times; None if no
-                    such number was found: then the rest is the average over half of `MOST_ITERATIONS`
+                    such number was found: then the rest is the average over the last half of the iterations
     """
 
     bubble: float
@@ -34,7 +34,13 @@ class Steady(NamedTuple):
 
 
 def steady_state(
-    generate: Callable[[Workload], Schedule], work: Workload, costs: StageCosts, hardware: Hardware = COMPUTE_ONLY
+    generate: Callable[[Workload], Schedule],
+    work: Workload,
+    costs: StageCosts,
+    hardware: Hardware = COMPUTE_ONLY,
+    *,
+    fewest: int = 8,
+    most: int = MOST_ITERATIONS,
 ) -> Steady:
     """Returns the steady state of the schedules that `generate` makes of ever more iterations of `work`.
 
@@ -43,6 +49,10 @@ def steady_state(
     else, so all repeats from there on, and over this period the bubble is exact: 1 - work / (workers * time). The last
     iteration, which lacks a next one, is left out. Round-robin schedules come round to the same workers after
     lcm(cards, workers) / cards iterations or a multiple.
+
+    fewest, most  iterations that are simulated: the fewest at first, then twice as many and so on, until they repeat or
+                  were the most. Where the period is known, twice as many save the tries before
+
     Cost: that of simulating a few periods. Raises what `simulate` and `generate` raise.
 
     >>> from functools import partial
@@ -53,14 +63,14 @@ def steady_state(
     >>> steady_state(partial(round_robin, num_workers=2), work, costs)
     Steady(bubble=0.0, iteration_time=10.0, period=2)
     """
-    num_iterations = 8
+    num_iterations = fewest
     while True:
         longer = repeated(work, num_iterations)
         schedule = generate(longer)
         timeline = simulate(schedule, costs, hardware, longer)
         passes = _passes(timeline, longer)[:-1]
         period = _period(passes)
-        if period is not None or num_iterations >= MOST_ITERATIONS:
+        if period is not None or num_iterations >= most:
             break
         num_iterations *= 2
     length = len(passes) // 2 if period is None else period

@@ -29,11 +29,11 @@ def with_transfers(schedule: Schedule, costs: StageCosts, hardware: Hardware, wo
     lanes: dict[tuple[int, str], list[Event]] = {
         (worker, channel): [] for worker in (*range(len(schedule.workers)), HOST) for channel in CHANNELS
     }
+    lane_of = [lanes[lane] for lane in zip(workers, channels, strict=True)]
 
     def record(number: int, start: float, end: float) -> None:
         if end > start or links[number] is None:
-            worker, channel = workers[number], channels[number]
-            lanes[worker, channel].append(Event(worker, channel, tasks[number], start, end))
+            lane_of[number].append(Event(workers[number], channels[number], tasks[number], start, end))
 
     _, _, _, parameters, gradients, _ = ranges
     up = Links(hardware.upload, hardware.host_upload, workers, amounts, parameters.start, record)
@@ -75,7 +75,10 @@ def with_transfers(schedule: Schedule, costs: StageCosts, hardware: Hardware, wo
         for direction in (up, down):
             if direction.next_end <= now < math.inf:
                 for number in direction.end():
-                    heappush(ending, (now + latency, number))
+                    if latency:
+                        heappush(ending, (now + latency, number))
+                    else:
+                        release(at_end[first_end[number] : first_end[number + 1]])
     if any(awaited):
         validate(schedule, work)  # which says who waits for ever
     return Timeline(tuple(event for lane in lanes.values() for event in lane), len(schedule.workers))

@@ -11,6 +11,9 @@ from rpfunc.errors import ScheduleError
 from rpfunc.plan.checks import count_problems, is_whole, shown
 from rpfunc.schedule.task import Schedule, Task
 
+MOST_TASKS = 10**7
+"""What lists of tasks hold: more is a mistake, which would fill the memory before it is noticed."""
+
 Slot = tuple[str, int]
 """(kind, stage): F, X or B; a B slot may be done in two tasks, I and W."""
 
@@ -89,7 +92,8 @@ class Workload:
 
     @property
     def tasks(self) -> list[Task]:
-        """Every task, slot by slot."""
+        """Every task, slot by slot. Raises ScheduleError for more than can be meant."""
+        self.check_size("workload")
         return [
             Task(stage, part, m)
             for kind, stage in self.slots
@@ -99,9 +103,18 @@ class Workload:
 
     @cached_property
     def block_starts(self) -> tuple[int, ...]:
-        """The first microbatch of each block of an iteration."""
+        """The first microbatch of each block of an iteration. Raises ScheduleError for more than can be meant."""
+        problems = count_problems({"num_blocks": self.num_blocks}, most=MOST_TASKS)
+        if problems:
+            raise ScheduleError.listing("workload", problems)
         size, larger = self._block_size
         return tuple(block * size + min(block, larger) for block in range(self.num_blocks))
+
+    def check_size(self, subject: str, problems: Sequence[str] = ()) -> None:
+        """Raises ScheduleError for more tasks than can be meant, listing other problems with it."""
+        problems = [*problems, *count_problems({"the number of the workload's tasks": self.num_tasks}, most=MOST_TASKS)]
+        if problems:
+            raise ScheduleError.listing(subject, problems)
 
     def iteration(self, task: Task) -> int:
         """Returns the iteration that a task belongs to."""

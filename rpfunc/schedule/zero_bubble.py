@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import eq
 
@@ -26,13 +26,13 @@ def zb_h1(work: Workload, num_workers: int) -> Schedule:
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     stages_bound("zb_h1", work, num_workers, "one forward stage for each worker", eq)
-    steady = max(0, work.num_microbatches - num_workers)
+    steady = work.num_microbatches - num_workers
     orders = []
     for n in range(num_workers):
         forward, first, last = ("F", n), ("I", n), ("W", n)
-        fill = [forward] * (num_workers - n) + [first, forward] * n
-        drain = [first, last] * (num_workers - n) + [last] * n
-        orders.append(_numbered([*fill, *[first, last, forward] * steady, *drain], work.num_microbatches))
+        fill = [(num_workers - n, [forward]), (n, [first, forward])]
+        drain = [(num_workers - n, [first, last]), (n, [last])]
+        orders.append(_numbered([*fill, (steady, [first, last, forward]), *drain], work.num_microbatches))
     return every_iteration(orders, work)
 
 
@@ -60,31 +60,35 @@ def zb_v(work: Workload, num_workers: int) -> Schedule:
     for n in range(num_workers):
         down, back = ([(kind, stage) for kind in "FIW"] for stage in (n, 2 * num_workers - 1 - n))
         after = num_workers - n
-        fill = [down[0]] * (2 * after - 1) + [back[0], down[0]] * n + back * after
-        drain = [down[1], back[1]] * n + down[1:] * after + [back[2]] * n + [down[2]] * n
-        orders.append(_numbered([*fill, *(down + back) * steady, *drain], work.num_microbatches))
+        fill = [(2 * after - 1, down[:1]), (n, [back[0], down[0]]), (after, back)]
+        drain = [(n, [down[1], back[1]]), (after, down[1:]), (n, back[2:]), (n, down[2:])]
+        orders.append(_numbered([*fill, (steady, down + back), *drain], work.num_microbatches))
     return every_iteration(orders, work)
 
 
 def halve(work: Workload) -> Workload:
     """Returns the workload in which every backward pass is done in two tasks, I and W, as zero-bubble schedules do.
 
+    Raises ScheduleError for more tasks than can be meant.
+
     >>> print(*halve(Workload([("F", 0), ("B", 0)], num_microbatches=1)).tasks)
     0F0 0I0 0W0
     """
+    work.check_size("halve")
     backward = [stage for kind, stage in work.slots if kind == "B"]
     return replace(work, halved=frozenset((stage, m) for stage in backward for m in work.all_microbatches))
 
 
-def _numbered(steps: Iterable[Slot], num_microbatches: int) -> list[Task]:
-    """Returns the tasks whose kinds and stages these are, each kind of a stage from microbatch 0 on.
+def _numbered(repeated: Iterable[tuple[int, Sequence[Slot]]], num_microbatches: int) -> list[Task]:
+    """Returns the tasks whose kinds and stages these are, so many times, each kind of a stage from microbatch 0 on.
 
     What goes beyond the last microbatch is left out.
     """
     count = Counter[Slot]()
     order = []
-    for kind, stage in steps:
-        if count[kind, stage] < num_microbatches:
-            order.append(Task(stage, kind, count[kind, stage]))
-        count[kind, stage] += 1
+    for times, steps in repeated:
+        for kind, stage in [*steps] * min(times, num_microbatches):
+            if count[kind, stage] < num_microbatches:
+                order.append(Task(stage, kind, count[kind, stage]))
+            count[kind, stage] += 1
     return order

@@ -137,7 +137,7 @@ def test_microbatches_that_cannot_be_are_refused():
         decoder_costs(DECODERS[0], 0, 0, flops_per_s=0)
     assert str(caught.value) == (
         "decoder: 3 problems\n"
-        "  - rows is 0, it must be above 0\n"
-        "  - examples is 0, it must be above 0\n"
+        "  - rows is 0, it must be at least 1\n"
+        "  - examples is 0, it must be at least 1\n"
         "  - flops_per_s is 0, it must be above 0"
     )

@@ -302,9 +302,10 @@ def test_split_slots_and_halved_passes_are_repeated_in_every_iteration():
     assert found.iteration_time >= Fraction(2 * 3, 2)
 
 
-def test_a_period_that_is_not_reached_is_said(monkeypatch):
-    monkeypatch.setattr(steady, "MOST_ITERATIONS", 8)
+def test_a_period_that_is_not_reached_is_said():
     work = Workload([("X", stage) for stage in range(9)], 8, staleness=1)
-    found = steady_state(partial(round_robin, num_workers=8), work, dict.fromkeys(work.slots, one()))
+    costs = dict.fromkeys(work.slots, one())
+    found = steady_state(partial(round_robin, num_workers=8), work, costs, most=8)
     assert found.period is None
+    assert steady_state(partial(round_robin, num_workers=8), work, costs, fewest=32).period == 8
     assert float(found.bubble) == pytest.approx(0, abs=0.2)
