@@ -48,8 +48,9 @@ def measure(shape: DecoderShape, layers: Sequence[LayerCost], hardware: Hardware
     row: dict[str, Any] = {"model": shape.name, "microbatches": microbatches}
     found = {each.name: each for each in compare(layers, WORKERS, microbatches, hardware, NAMES)}
     for name in DEALT:
-        row |= {f"async_{name}": found[name].steady_bubble, f"plan_{name}": str(found[name].plan)}
-    bubbles = {name: each.report.bubble for name, each in found.items()}
+        row |= {f"async_{name}": max(0.0, found[name].steady_bubble), f"plan_{name}": str(found[name].plan)}
+    # differences of equal sums may lie just below 0
+    bubbles = {name: max(0.0, each.report.bubble) for name, each in found.items()}
     row |= {f"sync_{name}": bubble for name, bubble in bubbles.items()}
     best = min(bubbles[name] for name in BASELINES if name in bubbles)
     row |= {f"reduction_{name}": 1 - bubbles[name] / best for name in DEALT}

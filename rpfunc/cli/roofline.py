@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
+from rpfunc.plan.checks import count_problems
 from rpfunc.plan.decoders import DECODERS, decoder_shape
 from rpfunc.plan.presets import ACCELERATORS, machine
 from rpfunc.plan.roofline import Roofline, roofline_table
@@ -32,8 +33,7 @@ class RooflineOptions:
     """Share of the hardware's dense 16-bit rate that layers reach."""
 
     def __post_init__(self) -> None:
-        counts = {"microbatches": self.microbatches, "rows": self.rows}
-        problems = [f"{name} is {count}, it must be at least 1" for name, count in counts.items() if count < 1]
+        problems = count_problems({"microbatches": self.microbatches, "rows": self.rows})
         if problems:
             raise OptionsError.listing("roofline", problems)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rpfunc.cli.roofline import microbatch, roofline_record
 from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
+from rpfunc.plan.checks import count_problems
 from rpfunc.plan.compare import SCHEDULES, Compared, compare
 from rpfunc.plan.decoders import decoder_costs, decoder_shape
 from rpfunc.plan.presets import machine
@@ -46,11 +47,7 @@ class SimulateOptions:
 
     def __post_init__(self) -> None:
         counts = {"microbatches": self.microbatches, "rows": self.rows, "sequences": self.sequences}
-        problems = [
-            f"{name} is {count}, it must be at least 1"
-            for name, count in counts.items()
-            if count is not None and count < 1
-        ]
+        problems = count_problems({name: count for name, count in counts.items() if count is not None})
         unknown = [name for name in self.names if name not in SCHEDULES]
         if unknown:
             problems.append(f"schedule: there is no {', '.join(unknown)}, there are all, {', '.join(SCHEDULES)}")

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from typing import NamedTuple
 
 from rpfunc.plan.costs import StageCost
-from rpfunc.plan.deal import Deal, iteration_ends, least_time
+from rpfunc.plan.deal import Deal, Pass, least_time, passes
 from rpfunc.plan.filling import ROUNDING
 from rpfunc.plan.hardware import Hardware
 from rpfunc.schedule.simulate import simulate
 from rpfunc.schedule.steady import steady_state
 
-WARM_UP = 4
-"""Joined iterations before those that are timed: within the first few most deals settle."""
+MOST_TIMED, MOST_SIMULATED = 32, 64
+"""Joined iterations that are timed until they repeat: without transfers, and with them."""
 
-REPEATED = 3
-"""Of these, how many must take as long as those a period before."""
-
-MOST_AVERAGED = 64
-"""Iterations that are averaged even where the deal comes round later."""
-
-MOST_SIMULATED = 10**6
-"""Tasks of all iterations that are simulated, where eight have no more."""
-
-LONGEST = 4
-"""Up to how many times as many are timed where they do not."""
+MOST_TASKS = 2 * 10**5
+"""Tasks of all iterations that are simulated, unless eight iterations have more."""
 
 
 class Candidate(NamedTuple):
@@ -94,13 +85,12 @@ class Clock:
         for least, place, candidate in sorted(bounded):
             if len(found) >= number and least > found[number - 1].time * (1 + 8 * ROUNDING):
                 break
-            # sums of floating-point times differ in their last bits
-            time = float(f"{self._time(candidate, self._paces(candidate)):.9g}")
+            time = _rounded(self._time(candidate, self._paces(candidate)))
             insort(found, Timed(time, candidate.moved, place, candidate))
         return found[:number]
 
     def exactly_fastest(self, candidates: Iterable[Candidate]) -> tuple[float, Candidate]:
-        """Returns the least time by simulation, with all transfers, and whose it is, of one candidate or more.
+        """Returns the least time by simulation, with all transfers, and whose it is; of equals the first.
 
         Goes by what they take without transfers, where a single iteration begins once its first parameters are there;
         until that is beyond the best time found.
@@ -109,13 +99,13 @@ class Clock:
         for candidate in candidates:
             least = self._time(candidate, [slot.time for slot in candidate.slots])
             first = candidate.slots[0].parameter_bytes / self.hardware.upload
-            bounded.append((least if self.joined else least + first, candidate))
+            bounded.append((_rounded(least if self.joined else least + first), candidate))
         best, fastest = math.inf, bounded[0][1]
         for least, candidate in sorted(bounded, key=lambda bound: bound[0]):
             if least * (1 + 8 * ROUNDING) >= best:
                 break
             time = self._exact(candidate)
-            if time < best:
+            if time * (1 + 8 * ROUNDING) < best:
                 best, fastest = time, candidate
         return best, fastest
 
@@ -126,29 +116,21 @@ class Clock:
         generate = partial(deal.schedule, num_workers=self.workers)
         if not self.joined:
             return simulate(generate(work), costs, self.hardware, work).makespan_s
-        affordable = max(8, MOST_SIMULATED // work.num_tasks)
-        fewest = min(max(8, 2 * deal.period(self.workers)), affordable)
-        most = min(LONGEST * fewest, affordable)
-        return steady_state(generate, work, costs, self.hardware, fewest=fewest, most=most).iteration_time
+        most = min(MOST_SIMULATED, MOST_TASKS // work.num_tasks)
+        return steady_state(generate, work, costs, self.hardware, turn=deal.num_cards, most=most).iteration_time
 
     def _time(self, candidate: Candidate, times: Sequence[float]) -> float:
         """Returns the time if a microbatch of the slots takes these."""
-
-        def ends(num_iterations: int) -> list[float]:
-            return iteration_ends(
-                candidate.deal,
-                times,
-                self.workers,
-                self.microbatches,
-                num_iterations=num_iterations,
-                staleness=self.staleness,
-                update=self.hardware.update,
-            )
-
-        if not self.joined:
-            return ends(1)[0]
-        period = math.lcm(candidate.deal.period(self.workers), 1 + self.staleness)
-        return settled_time(ends, min(period, MOST_AVERAGED))
+        ended = passes(
+            candidate.deal,
+            times,
+            self.workers,
+            self.microbatches,
+            joined=self.joined,
+            staleness=self.staleness,
+            update=self.hardware.update,
+        )
+        return settled_time(ended, self.staleness) if self.joined else next(ended).end
 
     def _least(self, candidate: Candidate, times: Sequence[float]) -> float:
         """Returns a time that this one does not go below; iterations that wait for each other are as single ones."""
@@ -159,22 +141,26 @@ class Clock:
         return candidate.paces(self.workers, self.microbatches, self.hardware)
 
 
-def settled_time(ends: Callable[[int], list[float]], period: int) -> float:
-    """Returns the average time of joined iterations over whole periods, once these repeat.
+def _rounded(time: float) -> float:
+    """Returns a time to nine digits: sums of floating-point times differ in their last bits."""
+    return float(f"{time:.9g}")
 
-    ends    a function from a number of iterations to their ends
-    period  after so many, all is dealt to the same workers again
-    What begins to repeat is taken for what goes on; of iterations that never do, the last half counts.
+
+def settled_time(ended: Iterator[Pass], staleness: int) -> float:
+    """Returns the average time of joined iterations once everything repeats; if it does not, over the last half.
+
+    What follows an iteration depends on when its update and the one before have ended, and on when workers and sums are
+    free, if that is later than the next iteration may begin.
     """
-    number = fewest = WARM_UP + period + REPEATED + 2
-    while True:
-        found = ends(number)[:-1]  # the last one has none behind it that takes its share of links
-        gaps = [after - before for before, after in pairwise(found)]
-        for turn in range(period, len(gaps) - REPEATED + 1, period):
-            repeated = zip(gaps[-REPEATED:], gaps[-REPEATED - turn : -turn], strict=True)
-            if all(abs(gap - before) <= ROUNDING * found[-1] for gap, before in repeated):
-                return sum(gaps[-turn:]) / turn
-        if number >= LONGEST * fewest:
-            last = gaps[-max(1, len(gaps) // 2 // period) * period :]
-            return sum(last) / len(last)
-        number *= 2
+    ends = [0.0] * (1 + staleness)
+    states: list[list[float]] = []
+    for end, free, taken in islice(ended, MOST_TIMED):
+        ends.append(end)
+        begin = ends[-1 - staleness]
+        state = [max(begin, time) - end for time in (begin, *free, *taken)]
+        for back, other in enumerate(reversed(states), start=1):
+            if all(abs(one - two) <= ROUNDING * end for one, two in zip(state, other, strict=True)):
+                return (end - ends[-1 - back]) / back
+        states.append(state)
+    half = len(states) // 2
+    return (ends[-1] - ends[-1 - half]) / half

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from rpfunc.plan.plan import Plan
@@ -82,27 +82,56 @@ def iteration_ends(
     The same clock as `simulate` of the deal's schedule, some ten times as fast: cards come in an order in which all
     that one waits for has come before. The order of sums in a block delays nothing more, since cards follow it.
     """
+    joined = num_iterations > 1
+    ended = passes(deal, times, num_workers, microbatches, joined=joined, staleness=staleness, update=update)
+    return [each.end for each in islice(ended, num_iterations)]
+
+
+class Pass(NamedTuple):
+    """How things stand after an iteration.
+
+    end    of its update
+    free   when each worker is, from the one on whose turn it is
+    taken  when each block's sums are, slot by slot; empty where none is overtaken
+    """
+
+    end: float
+    free: list[float]
+    taken: list[float]
+
+
+def passes(
+    deal: Deal,
+    times: Sequence[float],
+    num_workers: int,
+    microbatches: int,
+    *,
+    joined: bool = True,
+    staleness: int = 0,
+    update: float = 0.0,
+) -> Iterator[Pass]:
+    """Yields how things stand after each of iterations without end, on the clock of `iteration_ends`."""
     free = [0.0] * num_workers
     cards_of = {ways: even_runs(microbatches, ways) for ways in set(deal.ways)}
     runs = [cards_of[ways] for ways in deal.ways]
-    ends: list[float] = []
     writes = [kind != "F" for kind, _ in deal.plan.slots]
     # a block's gradients wait for those of the iteration before, where they might overtake them: see `Workload`
-    overtakes = num_iterations > 1 and (deal.num_cards < num_workers or max(deal.ways) > 1)
+    overtakes = joined and (deal.num_cards < num_workers or max(deal.ways) > 1)
     blocks = deal.workload(microbatches).block_starts if overtakes else ()
+    lasts = [start - 1 for start in (*blocks[1:], microbatches)]
     taken: dict[int, list[float]] = {}
+    ends = [0.0] * (1 + staleness)
     card = 0
-    for iteration in range(num_iterations):
-        awaited = iteration - 1 - staleness
-        before = [ends[awaited] if awaited >= 0 else 0.0] * microbatches
-        last = ends[-1] if ends else 0.0
+    while True:
+        before = [ends[-1 - staleness]] * microbatches
+        last = ends[-1]
         for slot, (time, cards, written) in enumerate(zip(times, runs, writes, strict=True)):
             after: list[float] = []
             append = after.append
             if slot in taken:
                 before = [*before]
-                for start, stop in pairwise([*blocks, microbatches]):
-                    before[start] = max(before[start], taken[slot][stop - 1])
+                for start, sums in zip(blocks, taken[slot], strict=True):
+                    before[start] = max(before[start], sums)
             for run in cards:
                 worker = card % num_workers
                 card += 1
@@ -116,7 +145,8 @@ def iteration_ends(
                 if written and clock > last:
                     last = clock
             if written and overtakes:
-                taken[slot] = after
+                taken[slot] = [after[place] for place in lasts]
             before = after
         ends.append(last + update)
-    return ends
+        turn = card % num_workers
+        yield Pass(ends[-1], free[turn:] + free[:turn], [*chain.from_iterable(taken.values())])

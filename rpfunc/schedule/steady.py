@@ -12,7 +12,7 @@ from rpfunc.plan.costs import StageCosts
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.schedule.simulate import simulate
 from rpfunc.schedule.task import Schedule
-from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.timeline import HOST, Timeline
 from rpfunc.schedule.workload import Workload
 
 MOST_ITERATIONS = 256
@@ -24,8 +24,8 @@ class Steady(NamedTuple):
 
     bubble          share of the workers' time without computation
     iteration_time  from the start of one iteration to the start of the next, on average
-    period          iterations after which everything repeats, on the same workers and at the same times; None if no
-                    such number was found: then the rest is the average over the last half of the iterations
+    period          iterations after which everything repeats, on the same workers or a `turn` further, at the same
+                    times; None if no such number was found: then the rest is the average over the last half
     """
 
     bubble: float
@@ -39,7 +39,7 @@ def steady_state(
     costs: StageCosts,
     hardware: Hardware = COMPUTE_ONLY,
     *,
-    fewest: int = 8,
+    turn: int = 0,
     most: int = MOST_ITERATIONS,
 ) -> Steady:
     """Returns the steady state of the schedules that `generate` makes of ever more iterations of `work`.
@@ -50,8 +50,10 @@ def steady_state(
     iteration, which lacks a next one, is left out. Round-robin schedules come round to the same workers after
     lcm(cards, workers) / cards iterations or a multiple.
 
-    fewest, most  iterations that are simulated: the fewest at first, then twice as many and so on, until they repeat or
-                  were the most. Where the period is known, twice as many save the tries before
+    turn  the workers by which an iteration's tasks stand further than those of the one before, round and round: the
+          number of cards, where an iteration begins where the one before has ended. Workers are alike, so it is enough
+          that iterations run alike on workers so much further, which they do earlier
+    most  iterations that are simulated before the search for a period is given up
 
     Cost: that of simulating a few periods. Raises what `simulate` and `generate` raise.
 
@@ -63,12 +65,12 @@ def steady_state(
     >>> steady_state(partial(round_robin, num_workers=2), work, costs)
     Steady(bubble=0.0, iteration_time=10.0, period=2)
     """
-    num_iterations = fewest
+    num_iterations = 8
     while True:
         longer = repeated(work, num_iterations)
         schedule = generate(longer)
         timeline = simulate(schedule, costs, hardware, longer)
-        passes = _passes(timeline, longer)[:-1]
+        passes = _passes(timeline, longer, turn)[:-1]
         period = _period(passes)
         if period is not None or num_iterations >= most:
             break
@@ -96,12 +98,13 @@ class _Pass(NamedTuple):
     times: np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def _passes(timeline: Timeline, work: Workload) -> list[_Pass]:
+def _passes(timeline: Timeline, work: Workload, turn: int) -> list[_Pass]:
     rows: list[list[tuple[str, int, str, int, int, float]]] = [[] for _ in range(work.num_iterations)]
     for worker, channel, (stage, kind, microbatch), start, _ in timeline.events:
         if channel in ("compute", "update"):
             iteration, place = divmod(microbatch, work.num_microbatches)
-            rows[iteration].append((channel, stage, kind, place, worker, start))
+            alike = worker if worker == HOST else (worker - turn * iteration) % timeline.num_workers
+            rows[iteration].append((channel, stage, kind, place, alike, start))
     passes = []
     for own in map(sorted, rows):
         first = min(row[-1] for row in own)

@@ -70,6 +70,28 @@ def test_numbers_of_many_digits_are_refused(option, digits, never, capsys):
     assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("number", [10**18 + 1, 2**62, 2**63 - 1])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("simulate", "microbatches"), ("simulate", "rows"), ("simulate", "sequences"), ("roofline", "rows")],
+)
+def test_numbers_that_sixty_four_bits_hold_may_still_be_too_large(command, option, number, never, capsys):
+    message = refused(capsys, command, f"--{option}", number)
+    assert message == f"rpfunc: {command}: {option} is {number}, it must be at most {10**18}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--microbatches", 10**6), "microbatches is 1000000, it must be at most 2941 for 34 layers"),
+        (("--microbatches", 10**6, "--schedule", "looped_bfs"), "microbatches is 1000000, it must be at most 2941"),
+        (("--hardware", "999999999x4090"), "workers is 999999999, it must be at most 2941 for 34 layers"),
+    ],
+)
+def test_a_simulation_that_would_take_hours_is_refused(arguments, message, capsys):
+    assert message in refused(capsys, "simulate", *arguments)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -19,6 +19,8 @@ from rpfunc.plan import (
     rule_time,
     uniform_costs,
 )
+from rpfunc.plan.compare import compare
+from rpfunc.plan.decoders import DecoderShape
 from rpfunc.plan.search import search
 from rpfunc.schedule import (
     Schedule,
@@ -26,6 +28,7 @@ from rpfunc.schedule import (
     bubbles,
     gpipe,
     greedy,
+    halve,
     interleaved,
     load_csv,
     looped_bfs,
@@ -33,6 +36,7 @@ from rpfunc.schedule import (
     round_robin,
     simulate,
     split_dispatch,
+    steady_state,
     validate,
     zb_h1,
     zb_v,
@@ -128,6 +132,38 @@ def test_a_schedule_that_fits_no_memory_is_not_begun(make):
         ScheduleError, match="the number of the workload's tasks is 2000000000000000, it must be at most"
     ):
         make(Workload(SLOTS, 10**15), 1)
+
+
+def many_stages(generator, num_workers):
+    return generator(Workload(Plan.symmetric(6000, range(6000)).slots, 1), num_workers)
+
+
+@pytest.mark.parametrize(("make", "num_workers"), [(zb_h1, 6000), (zb_v, 3000), (interleaved, 3000), (gpipe, 6000)])
+def test_many_stages_take_no_longer_than_their_tasks(make, num_workers):
+    """The steps of a pipeline that is full are not counted out where there are no microbatches to fill it."""
+    assert len(many_stages(make, num_workers).tasks) == (18_000 if make in (zb_h1, zb_v) else 12_000)
+
+
+TOO_MANY = {
+    "halves": lambda n: halve(Workload(SLOTS, n)),
+    "tasks": lambda n: Workload(SLOTS, n).tasks,
+    "starts of blocks": lambda n: Workload(SLOTS, n, num_blocks=n).block_starts,
+    "ways": lambda n: split_dispatch(Workload(SLOTS, n, num_blocks=n), 2, [2, 2]),
+    "iterations": lambda n: round_robin(Workload(SLOTS, 1, num_iterations=n), 2),
+    "iterations without end": lambda n: steady_state(lambda work: round_robin(work, 2), Workload(SLOTS, n), COSTS),
+    "layers of a decoder": lambda n: DecoderShape("deep", n, 8, 2, 2, 4, 8, 100),
+    "layers of a search": lambda n: search([1.0] * 2001, 2, 2),
+    "workers of a search": lambda n: search([1.0] * 9, n, 2),
+    "workers of a comparison": lambda n: list(compare(LAYERS, n, 2)),
+    "microbatches of a comparison": lambda n: list(compare(LAYERS, 2, n)),
+}
+
+
+@pytest.mark.parametrize("number", [10**8, 10**15, 2**63])
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_more_than_can_be_meant_is_refused_before_it_is_made(name, number):
+    with pytest.raises((PlanError, ScheduleError), match=r"it must be at most \d"):
+        TOO_MANY[name](number)
 
 
 def test_blocks_are_not_made_to_know_where_they_start():

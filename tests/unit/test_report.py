@@ -307,5 +307,5 @@ def test_a_period_that_is_not_reached_is_said():
     costs = dict.fromkeys(work.slots, one())
     found = steady_state(partial(round_robin, num_workers=8), work, costs, most=8)
     assert found.period is None
-    assert steady_state(partial(round_robin, num_workers=8), work, costs, fewest=32).period == 8
+    assert steady_state(partial(round_robin, num_workers=8), work, costs, turn=9).period == 1
     assert float(found.bubble) == pytest.approx(0, abs=0.2)
