@@ -22,7 +22,7 @@ from rpfunc.schedule.task import Schedule
 from rpfunc.schedule.validate import halved_as, validate
 from rpfunc.schedule.workload import Workload
 from rpfunc.stream.chunk_major import check_stepping
-from rpfunc.stream.streaming import Streaming
+from rpfunc.stream.streaming import Streaming, dtype_problems
 
 Scheduler = Callable[[Workload, int], Schedule]
 """(work, num_workers) -> the schedule: the form that the generators in `rpfunc.schedule` have."""
@@ -62,8 +62,7 @@ class Job:
             problems.append(f"recompute is {self.recompute!r}, it must be 'stage' (True), 'layer' or 'none' (False)")
         if self.streaming.order == "chunk" and self.recompute == "none":
             problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
-        if self.compute_dtype is not None and not getattr(self.compute_dtype, "is_floating_point", False):
-            problems.append(f"compute_dtype is {self.compute_dtype!r}, needs a floating-point dtype or None")
+        problems += dtype_problems(self.compute_dtype)
         if self.plan is not None and not isinstance(self.plan, Plan):
             problems.append(f"plan is a {type(self.plan).__name__}, needs a Plan, its text, or None")
             raise OptionsError.listing("options", problems)

@@ -26,10 +26,10 @@ Derivative = Callable[[Tensor], Tensor]
 
 def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, how: Streaming) -> Tensor:
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
-    sums = []
+    selected, sums = layer.select(params), []
     for chunk in _pieces(layer, x, batch, how):
         with FewRowsProducts():
-            scores = [objective.score(layer.form.full(layer.select(params), x, rows), rows) for _, x, rows in chunk]
+            scores = [objective.score(layer.form.full(selected, x, rows), rows) for _, x, rows in chunk]
         sums.append(_added(map(_sum, scores)))
     return _added(sums)
 

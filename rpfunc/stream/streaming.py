@@ -60,3 +60,10 @@ class Streaming:
         if not isinstance(microbatches, int) or microbatches < 1:
             problems.append(f"microbatches is {microbatches!r}, it must be at least 1")
         return problems
+
+
+def dtype_problems(compute_dtype: Any) -> list[str]:
+    """Returns why layers cannot compute in that dtype."""
+    if compute_dtype is None or getattr(compute_dtype, "is_floating_point", False):
+        return []
+    return [f"compute_dtype is {compute_dtype!r}, needs a floating-point dtype or None"]

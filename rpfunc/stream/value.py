@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError
 from rpfunc.model import Model, Params
@@ -15,7 +17,7 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.head import head_value
 from rpfunc.stream.stage import stage_forward
-from rpfunc.stream.streaming import Order, Streaming
+from rpfunc.stream.streaming import Order, Streaming, dtype_problems
 
 
 def value(
@@ -26,14 +28,16 @@ def value(
     chunk: int | None = None,
     head_chunk: int | None = None,
     order: Order = "layer",
+    compute_dtype: torch.dtype | None = None,
 ) -> Callable[[Params, Batch], tuple[Tensor, Tensor]]:
     """Returns fn(params, batch) -> (loss, total), both () float64: the objective's loss over the whole batch.
 
     One microbatch at a time, `chunk` rows at a time, in the caller's thread; no layer's input outlives the next
-    layer. Equals `value_and_grad`'s loss on the same microbatches and chunks.
+    layer. Equals `value_and_grad`'s loss on the same microbatches, chunks and compute_dtype, to which a layer's
+    parameters are cast while it runs.
     """
     how = Streaming(chunk, head_chunk, order)
-    problems = how.problems(microbatches)
+    problems = how.problems(microbatches) + dtype_problems(compute_dtype)
     if problems:
         raise OptionsError.listing("options", problems)
     if how.order == "chunk":
@@ -41,6 +45,7 @@ def value(
 
     def function(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         model.check(params)
+        params = params if compute_dtype is None else _Cast(params, compute_dtype)
         prepared = objective.prepare(batch)
         total = objective.total(prepared)
         pieces = with_statistic(model, objective, params, prepared.microbatches(microbatches), how)
@@ -74,3 +79,20 @@ def _sums(
             x = stage_forward(body, params, (), piece, how, keep=[len(body)])[len(body)] if body else ()
             sums = head_value(head, objective, params, x, piece, how)
         yield sums
+
+
+@dataclass(frozen=True)
+class _Cast(Mapping[str, Any]):
+    """Parameters in another dtype, each subtree cast when it is read: they may be mapped from a file."""
+
+    params: Params
+    dtype: torch.dtype
+
+    def __getitem__(self, name: str) -> Any:
+        return tree.map(lambda leaf: leaf.to(self.dtype), self.params[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def __len__(self) -> int:
+        return len(self.params)

@@ -190,7 +190,9 @@ def _evaluator(setting: Setting) -> Callable[[State], float]:
     pieces = math.ceil(batch.num_examples / setting.options.data.examples)
     execution = setting.options.execution
     chunk, head_chunk = execution.chunk, execution.head_chunk
-    loss = value(setting.start.model, sft(), microbatches=pieces, chunk=chunk, head_chunk=head_chunk)
+    model = setting.start.model
+    # whatever the precision, and whatever a frozen base is stored in
+    loss = value(model, sft(), microbatches=pieces, chunk=chunk, head_chunk=head_chunk, compute_dtype=torch.float32)
     return lambda state: loss(state.params, batch)[0].item() * setting.bits_per_nat
 
 

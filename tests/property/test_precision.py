@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rpfunc import Batch, Layer, Model, Plan, random, reference, tree, value_and_grad
+from rpfunc import Batch, Layer, Model, Plan, random, reference, tree, value, value_and_grad
+from rpfunc.errors import OptionsError
 from rpfunc.models import decoder
 from rpfunc.objectives import Objective, sft
 from rpfunc.stream import attending, rowwise
@@ -100,3 +101,25 @@ def given(params, x, batch):
 
 def wide(batch):
     return Batch(row=tree.map(torch.Tensor.double, batch.row))
+
+
+@pytest.mark.parametrize("order", ["layer", "chunk"])
+@pytest.mark.parametrize(("stored", "computed"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_the_loss_alone_is_computed_in_the_dtype_that_the_gradient_is(stored, computed, order):
+    """A bfloat16 base under float32 adapters is evaluated as it is trained."""
+    params, batch = decoder.init(CONFIG, random.key(3), getattr(torch, stored)), batch_of(3, NUM_ROWS)
+    params["block1"] = tree.map(torch.Tensor.float, params["block1"])  # as adapters are, beside their base
+    how = {"chunk": 2, "order": order, "microbatches": 2}
+    dtype = getattr(torch, computed)
+    loss, _ = value(MODEL, sft(), compute_dtype=dtype, **how)(params, batch)
+    result, _ = value_and_grad(MODEL, sft(), compute_dtype=dtype, **how)(params, batch)
+    cast, _ = value(MODEL, sft(), **how)(tree.map(lambda leaf: leaf.to(dtype), params), batch)
+    assert loss == result.loss == cast
+    assert tree.leaves(params["embedding"])[0].dtype == getattr(torch, stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "float32", 16])
+def test_a_dtype_that_nothing_computes_in_is_refused(dtype):
+    for function in (value, value_and_grad):
+        with pytest.raises(OptionsError, match=r"compute_dtype is .*, needs a floating-point dtype or None"):
+            function(MODEL, sft(), compute_dtype=dtype)
