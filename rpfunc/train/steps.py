@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -31,8 +32,8 @@ from rpfunc.runtime.update import Measured, make_step, measure_gradients, skip_s
 from rpfunc.runtime.value_and_grad import Workers, open_runtime
 from rpfunc.runtime.waiting import result_of
 from rpfunc.runtime.workers import UPDATE, Cpu, Runtime
-from rpfunc.schedule.task import Schedule
-from rpfunc.schedule.timeline import Timeline
+from rpfunc.schedule.task import Schedule, Task
+from rpfunc.schedule.timeline import HOST, Event, Timeline
 from rpfunc.stream.streaming import Order, Streaming
 from rpfunc.train.auto_plan import AutoPlan, advance
 
@@ -54,7 +55,7 @@ class StepResult:
     total       (), float64, the loss's denominator; 0 where no label was valid
     grad_norm   the gradients' Euclidean norm, before any clipping
     skipped     no update was made, since the total was 0 or the gradient not finite
-    timeline    when what ran
+    timeline    when what ran; on the host, the update of the step before, which went on before or meanwhile
     loss_scale  by which the loss was multiplied while gradients were taken
     peak_bytes  by worker, the most that its memory has held so far; None where it has no limit
     """
@@ -190,6 +191,7 @@ class _Flight:
         self._ended = False
         self._failure: Exception | None = None
         self._step: Future[Values] | None = None
+        self._updates: deque[Event] = deque()  # written by the thread that makes steps, before it measures the next
 
     def start_next(self) -> None:
         """Starts one more iteration. What fails here is told once all steps before it are done."""
@@ -225,6 +227,9 @@ class _Flight:
         self.running.popleft()
         if self._planner is not None:
             self._planner = advance(self._planner, result.timeline)
+        updates, timeline = tuple(self._updates), result.timeline
+        self._updates.clear()
+        last = max(timeline.events, key=lambda event: event.end_s).task
         finite = math.isfinite(measured.norm) and math.isfinite(result.loss.item())
         if not finite and self._steps.nonfinite == "raise" and running.scale == 1.0:
             raise GradientError(
@@ -237,7 +242,7 @@ class _Flight:
         self._number += 1
         if self._steps.donate and not skipped:
             state.consume()  # here, so that its next use raises at once, however late the step begins
-        make = partial(self._make, state, measured, number, skipped)
+        make = partial(self._make, state, measured, number, skipped, last)
         if skipped:
             self._store.skip_version(number)
         else:
@@ -254,7 +259,7 @@ class _Flight:
             result.total,
             measured.norm,
             skipped,
-            result.timeline,
+            replace(timeline, events=updates + timeline.events),
             running.scale,
             result.peak_bytes,
         )
@@ -279,8 +284,8 @@ class _Flight:
             self._steps.optimizer, self._store, running, self.session.progress, self._runtime.recorder, number
         )
 
-    def _make(self, state: State, measured: Measured, number: int, skipped: bool) -> Values:
-        progress = self.session.progress
+    def _make(self, state: State, measured: Measured, number: int, skipped: bool, last: Task) -> Values:
+        progress, began = self.session.progress, time.perf_counter()
         progress.forget(number)
         if skipped:
             values = skip_step(self._store, progress, self._runtime.recorder, number)
@@ -291,6 +296,7 @@ class _Flight:
                 if self._steps.donate:
                     state.break_with(f"the update of step {state.step + 1}")
                 raise
+        self._updates.append(Event(HOST, "update", last, began, time.perf_counter()))
         return values._replace(scales=tuple(self._scales))
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:

@@ -97,7 +97,7 @@ def test_a_run_writes_what_it_says_and_twice_the_same(folder, rpfunc):
     assert output.count("\nIn the b") == 1
     assert len((run / "sample.txt").read_bytes()) == 8 + 12
     trace = json.loads((run / "timeline.json").read_text())
-    assert {event["tid"] for event in trace["traceEvents"]} == {0, 1}
+    assert {event["tid"] for event in trace["traceEvents"]} == {0, 1, 2}  # two workers, and updates on the host
 
     code, output, _ = rpfunc("train", "tiny.toml", "--execution.workers", "3")
     assert code == 0

@@ -12,6 +12,7 @@ from rpfunc.models import decoder
 from rpfunc.models.decoder import DecoderConfig
 from rpfunc.objectives import Objective, sft
 from rpfunc.runtime import Cpu
+from rpfunc.schedule.timeline import HOST
 from rpfunc.stream import rowwise
 
 CONFIG = DecoderConfig(vocabulary=11, width=8, layers=2, heads=2, kv_heads=1, head_size=4, mlp_width=12, dropout=0.2)
@@ -172,10 +173,27 @@ def test_a_runtime_is_shared_and_its_cursor_moves_on():
     with Runtime([Cpu()] * 3) as runtime:
         plan = Plan.parse("F0:2 X2:4 B0:1 B1:2")  # four slots on three workers
         steps = run(map(batch, range(2)), workers=runtime, plan=plan)
-        first_workers = [min(result.timeline.events, key=lambda event: event.start_s).worker for _, result in steps]
+        tasks = [[event for event in result.timeline.events if event.worker != HOST] for _, result in steps]
+        first_workers = [min(events, key=lambda event: event.start_s).worker for events in tasks]
         assert first_workers == [0, 1]
         assert runtime.cursor == 8 % 3
     assert same_bits(bits(steps[-1][0]), bits(run(map(batch, range(2)))[-1][0]))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_steps_timeline_shows_the_update_of_the_step_before(asynchronous, workers):
+    """It begins after all gradients that it needs; whoever reads what it makes begins no earlier than it."""
+    found = [each.timeline for _, each in run(map(batch, range(5)), asynchronous=asynchronous, workers=workers)]
+    tasks = [[event for event in timeline.events if event.channel == "compute"] for timeline in found]
+    updates = [[event for event in timeline.events if event.channel == "update"] for timeline in found]
+    assert [len(each) for each in updates] == [0, 1, 1, 1, 1]
+    for k, (update,) in enumerate(updates[1:]):  # of step k
+        assert update.worker == HOST
+        assert update.start_s <= update.end_s
+        assert update.start_s >= max(event.end_s for event in tasks[k])
+        if k + 1 + asynchronous < len(tasks):
+            assert min(event.start_s for event in tasks[k + 1 + asynchronous]) >= update.start_s
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
