@@ -34,7 +34,11 @@ TOO_MUCH = ("can't allocate memory", "out of memory", "can't start new thread")
 
 def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Path] = ()) -> App:
     """Returns the commands; `config`, from the files `loaded`, gives `train`'s options, below the flags."""
-    app = App(name="rpfunc", help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.")
+    app = App(
+        name="rpfunc",
+        help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.",
+        suppress_keyboard_interrupt=False,  # `main` says so
+    )
 
     @app.command(config=config)
     def train(
@@ -162,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app = build_app(console, [read_config(path) for path in files], files)
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
+        if sys.stdout is not None:  # none: closed before the start
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (RpfuncError, CycloptsError) as error:
         return _refuse(errors, str(error))
@@ -181,7 +186,7 @@ def _refuse(errors: Console, message: str) -> int:
     """Prints one message, and sees to it that Python's own flush of the output at exit does not fail as well."""
     with suppress(OSError):
         errors.print(f"rpfunc: {message}", markup=False, highlight=False, soft_wrap=True)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rpfunc.cli.roofline import microbatch, roofline_record
 from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
+from rpfunc.files import replace_file
 from rpfunc.plan.checks import count_problems
 from rpfunc.plan.compare import SCHEDULES, Compared, compare
 from rpfunc.plan.decoders import decoder_costs, decoder_shape
@@ -78,9 +80,11 @@ def simulate_command(
     for path, suffix in ((plot, ".png"), (trace, ".json")):
         for row, target in zip(compared, _paths(path, compared, suffix), strict=False):
             if suffix == ".png":
-                draw(row.timeline, target, f"{shape.name}, {options.hardware}: {row.name}")
+                title = f"{shape.name}, {options.hardware}: {row.name}"
+                replace_file(target, partial(draw, row.timeline, title=title))
             else:
-                target.write_text(row.timeline.chrome_trace())
+                text = row.timeline.chrome_trace()
+                replace_file(target, partial(Path.write_text, data=text))
             if not as_json:
                 console.print(f"wrote {target}", highlight=False)
     if as_json:

@@ -78,7 +78,7 @@ def test_shards_both_ways(tmp_path, shard_bytes):
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert not (tmp_path / "model.safetensors").exists()
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.partial*"))
     for path in shards:
         with safe_open(path, framework="pt") as file:
             held = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
