@@ -48,7 +48,8 @@ def steady_state(
     updates on the same workers, at the same times since the start of their iteration. What follows depends on nothing
     else, so all repeats from there on, and over this period the bubble is exact: 1 - work / (workers * time). The last
     iteration, which lacks a next one, is left out. Round-robin schedules come round to the same workers after
-    lcm(cards, workers) / cards iterations or a multiple.
+    lcm(cards, workers) / cards iterations or a multiple. Iterations that nothing holds up (forward slots alone) may
+    begin ever faster than they end: then they take as long as their ends are apart.
 
     turn  the workers by which an iteration's tasks stand further than those of the one before, round and round: the
           number of cards, where an iteration begins where the one before has ended. Workers are alike, so it is enough
@@ -76,7 +77,9 @@ def steady_state(
             break
         num_iterations *= 2
     length = len(passes) // 2 if period is None else period
-    time = passes[-1].start - passes[-1 - length].start
+    first, last = passes[-1 - length], passes[-1]
+    # the same where all repeats; iterations that begin faster than they end, since nothing holds them up, pile up
+    time = max(last.start - first.start, last.end - first.end)
     busy = sum(costs[task.kind, task.stage].time for task in schedule.tasks if longer.iteration(task) == 0)
     available = timeline.num_workers * time
     return Steady(1 - length * busy / available if available else 0.0, time / length, period)
@@ -91,24 +94,27 @@ def repeated(work: Workload, num_iterations: int) -> Workload:
 
 
 class _Pass(NamedTuple):
-    """How an iteration ran: its start, what ran on which worker, and at which times after the start."""
+    """How an iteration ran: from start to end, what ran on which worker, and at which times after the start."""
 
     start: float
+    end: float
     places: list[tuple[object, ...]]
     times: np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def _passes(timeline: Timeline, work: Workload, turn: int) -> list[_Pass]:
     rows: list[list[tuple[str, int, str, int, int, float]]] = [[] for _ in range(work.num_iterations)]
-    for worker, channel, (stage, kind, microbatch), start, _ in timeline.events:
+    ends = [0.0] * work.num_iterations
+    for worker, channel, (stage, kind, microbatch), start, end in timeline.events:
         if channel in ("compute", "update"):
             iteration, place = divmod(microbatch, work.num_microbatches)
             alike = worker if worker == HOST else (worker - turn * iteration) % timeline.num_workers
             rows[iteration].append((channel, stage, kind, place, alike, start))
+            ends[iteration] = max(ends[iteration], end)
     passes = []
-    for own in map(sorted, rows):
+    for own, end in zip(map(sorted, rows), ends, strict=True):
         first = min(row[-1] for row in own)
-        passes.append(_Pass(first, [row[:-1] for row in own], np.array([float(row[-1] - first) for row in own])))
+        passes.append(_Pass(first, end, [row[:-1] for row in own], np.array([float(row[-1] - first) for row in own])))
     return passes
 
 

@@ -148,7 +148,8 @@ class Workload:
         An iteration's tasks all read one version, and its first slot is what waits for it.
         """
         iteration = self.iteration(task) - 1 - self.staleness
-        return iteration if iteration >= 0 and (task.kind, task.stage) == self.slots[0] else None
+        slot = ("B" if task.kind == "I" else task.kind, task.stage)  # W follows its I
+        return iteration if iteration >= 0 and slot == self.slots[0] else None
 
     def _summed_before(self, m: int) -> int:
         """Returns the microbatch whose gradients go into the same buffer before those of m; below 0 for none."""
