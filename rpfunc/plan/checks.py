@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 LEAST, MOST = 1e-100, 1e100
 """Between these, no sum, product or quotient of the numbers that rpfunc works with passes what a float can hold."""
 
@@ -20,7 +22,17 @@ def is_size(value: Any) -> bool:
     >>> [is_size(value) for value in (0, 2.5, -1, float("nan"), 1e-300, "2")]
     [True, True, False, False, False, False]
     """
-    return is_real(value) and bool(value == 0 or LEAST <= value <= MOST)
+    number = plain_number(value)  # a float of 32 bits knows no such bounds
+    return is_real(number) and bool(number == 0 or LEAST <= number <= MOST)
+
+
+def plain_number(value: Any) -> Any:
+    """Returns Python's own number for one of numpy's, whose sums can be too large for their bits; others as they are.
+
+    >>> plain_number(np.int32(2)) + 2**31
+    2147483650
+    """
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def size_problems(sizes: Mapping[str, object]) -> list[str]:

@@ -70,7 +70,7 @@ def moves(cuts: Sequence[int]) -> Cuts:
 
 def _descend(sums: Sequence[float], cuts: list[int], workers: int) -> list[int]:
     """Moves runs of cuts by one layer, the best move first, for as long as that makes the sorted loads smaller."""
-    before = np.array(sums)
+    before = np.array(sums, dtype=np.float64)
     loads = _loads(before, np.array([cuts]), workers)[0].tolist()
     while len(moved := moves(cuts)):
         found = _loads(before, moved, workers)

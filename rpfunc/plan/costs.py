@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple, Self
 
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import is_size, shown, size_needed, size_problems
+from rpfunc.plan.checks import is_size, plain_number, shown, size_needed, size_problems
 from rpfunc.plan.plan import Plan, Span
 
 
@@ -45,6 +45,8 @@ class LayerCost:
         problems = size_problems(vars(self))
         if problems:
             raise PlanError.listing("cost", problems)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain_number(value))
 
     @classmethod
     def of_forward(cls, forward: float, **sizes: float) -> LayerCost:
@@ -108,7 +110,7 @@ class StageCost(_Numbers):
 
     def __new__(cls, *numbers: float, **named: float) -> Self:
         """Returns the cost with these fields, in order or by name."""
-        self = super().__new__(cls, *numbers, **named)
+        self = super().__new__(cls, *map(plain_number, numbers), **{k: plain_number(v) for k, v in named.items()})
         if not all(map(is_size, self)):
             raise PlanError.listing("cost of a stage", size_problems(self._asdict()))
         return self

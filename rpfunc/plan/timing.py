@@ -155,10 +155,10 @@ def slot_times(
     upload = min(hardware.upload, hardware.host_upload / workers)
     download = min(hardware.download, hardware.host_download / workers)
     starts, stops = cuts[:, :-1].T, cuts[:, 1:].T
-    outputs = np.array([0.0, *(layer.output_bytes for layer in layers[:-1]), 0.0])
+    outputs = np.array([0.0, *(layer.output_bytes for layer in layers[:-1]), 0.0], dtype=np.float64)
 
     def summed(field: str) -> Times:
-        sums = np.array([0.0, *accumulate(getattr(layer, field) for layer in layers)])
+        sums = np.array([0.0, *accumulate(getattr(layer, field) for layer in layers)], dtype=np.float64)
         return np.asarray(sums[stops] - sums[starts])
 
     def rows(of_kind: dict[str, Times]) -> Times:

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpfunc.errors import ScheduleError
+from rpfunc.plan.checks import shown
 
 KINDS = "FBIWX"
 """F forward, B backward, I input gradient, W weight gradient, X fused forward and backward at the turn."""
+
+MOST_DIGITS = 18
+"""Of a stage or microbatch: what 64 bits hold."""
 
 MOST_SHOWN = 8
 """Problems of a kind that an error lists before it counts the rest."""
@@ -30,10 +34,11 @@ class Task(NamedTuple):
         >>> Task.parse("2F0")
         Task(stage=2, kind='F', microbatch=0)
         """
-        match = re.fullmatch(rf"([0-9]{{1,18}})([{KINDS}])([0-9]{{1,18}})", text.strip())
+        match = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})([{KINDS}])([0-9]{{1,{MOST_DIGITS}}})", text.strip())
         if match is None:
             raise ScheduleError(
-                f"task {text!r:.60}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'"
+                f"task {text!r:.60}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'; numbers "
+                f"have at most {MOST_DIGITS} digits"
             )
         return cls(int(match[1]), match[2], int(match[3]))
 
@@ -117,7 +122,8 @@ def _problems(workers: Any) -> list[str]:
             problems.append(f"worker {worker} is of type {type(tasks).__name__}, needs a tuple of tasks")
         else:
             problems += [
-                f"worker {worker}, place {place}: {task!r:.60} is no task, needs one such as Task(2, 'F', 0)"
+                f"worker {worker}, place {place}: {shown(task)} is no task, needs one such as Task(2, 'F', 0), numbers below "
+                f"10**{MOST_DIGITS}"
                 for place, task in enumerate(tasks)
                 if not _is_task(task)
             ]
@@ -128,4 +134,5 @@ def _is_task(entry: Any) -> bool:
     if not isinstance(entry, Task):
         return False
     stage, kind, m = entry
-    return type(stage) is int and stage >= 0 and kind in tuple(KINDS) and type(m) is int and m >= 0
+    within = type(stage) is int and type(m) is int and 0 <= stage < 10**MOST_DIGITS and 0 <= m < 10**MOST_DIGITS
+    return within and kind in tuple(KINDS)

@@ -1,10 +1,12 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rpfunc.errors import PlanError
-from rpfunc.plan import LayerCost, Plan, StageCost, slot_bytes, stage_costs, uniform_costs
+from rpfunc.plan import LayerCost, Plan, StageCost, partition, slot_bytes, stage_costs, uniform_costs
 from rpfunc.plan.costs import layer_costs
+from rpfunc.schedule import Schedule, Workload, simulate
 from rpfunc.testing import strategies
 
 # each number of each layer stands out: layer 0 has ones, layer 1 tens, layer 2 hundreds
@@ -87,3 +89,17 @@ def test_every_number_that_means_nothing_is_named():
         "  - fused is inf, it must be at least 0 and finite\n"
         "  - residual_bytes is nan, it must be at least 0 and finite"
     )
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint64, np.float32])
+def test_numbers_of_few_bits_add_up_as_they_should(kind):
+    """numpy's own sums wrap round."""
+    layers = [LayerCost.of_forward(1.0, parameter_bytes=kind(2**30), gradient_bytes=kind(2**30))] * 8
+    plan = Plan.parse("X0:8")
+    assert stage_costs(plan, layers)["X", 0].parameter_bytes == 2**33
+    large = kind(min(4 * 10**18, np.iinfo(kind).max) if np.issubdtype(kind, np.integer) else 2**100)
+    schedule = Schedule.parse("0F0 0F1 0F2 0F3")
+    found = simulate(schedule, {("F", 0): StageCost(large)}, work=Workload([("F", 0)], 4))
+    assert found.makespan_s == pytest.approx(4 * int(large))
+    with pytest.raises(PlanError, match=str(3 * 2**30)):
+        partition(layers, 2, 2, memory=float(2**30))

@@ -64,7 +64,7 @@ def test_the_next_iteration_goes_on_with_the_next_worker(data, num_layers, num_w
 def test_text_that_is_no_task_is_refused(text):
     with pytest.raises(ScheduleError) as caught:
         Task.parse(text)
-    assert str(caught.value) == f"task {text!r}: needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'"
+    assert str(caught.value) == f"task {text!r}: needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits"
 
 
 def test_text_that_is_no_schedule_is_refused_with_line_and_word():
@@ -72,8 +72,8 @@ def test_text_that_is_no_schedule_is_refused_with_line_and_word():
         Schedule.parse("0F0 0F1\n\n0B0 0b1\n1X")
     assert str(caught.value) == (
         "schedule: 2 problems\n"
-        "  - line 3, word 2: task '0b1': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'\n"
-        "  - line 4, word 1: task '1X': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'"
+        "  - line 3, word 2: task '0b1': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits\n"
+        "  - line 4, word 1: task '1X': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits"
     )
 
 
@@ -94,11 +94,11 @@ TASK = Task(0, "F", 0)
         (
             ((TASK, "0F1"), (("0", "F", 2), TASK)),
             "schedule: 2 problems\n"
-            "  - worker 0, place 1: '0F1' is no task, needs one such as Task(2, 'F', 0)\n"
-            "  - worker 1, place 0: ('0', 'F', 2) is no task, needs one such as Task(2, 'F', 0)",
+            "  - worker 0, place 1: '0F1' is no task, needs one such as Task(2, 'F', 0), numbers below 10**18\n"
+            "  - worker 1, place 0: ('0', 'F', 2) is no task, needs one such as Task(2, 'F', 0), numbers below 10**18",
         ),
         *(
-            (((task,),), f"schedule: worker 0, place 0: {task!r} is no task, needs one such as Task(2, 'F', 0)")
+            (((task,),), f"schedule: worker 0, place 0: {task!r} is no task, needs one such as Task(2, 'F', 0), numbers below 10**18")
             for task in (Task(-1, "F", 0), Task(0, "Q", 0), Task(0, "FB", 0), Task(0, "F", 0.5), Task(True, "F", 0))
         ),
         (((TASK,), [TASK]), "schedule: worker 1 is of type list, needs a tuple of tasks"),
@@ -121,3 +121,14 @@ def test_round_robin_refuses_numbers_below_1():
         round_robin(Workload(PLAN.slots, 1), 0)
     with pytest.raises(ScheduleError, match="workload: num_microbatches is 0, it must be at least 1"):
         Workload(PLAN.slots, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 10**18 - 1, 10**18, 10**5000], ids=["0", "most", "more", "far more"])
+def test_what_can_be_made_can_be_read_again(stage):
+    """Or cannot be made."""
+    tasks = ((Task(stage, "F", 0), Task(0, "F", stage)),)
+    if stage < 10**18:
+        assert Schedule.parse(str(Schedule(tasks))).workers == tasks
+    else:
+        with pytest.raises(ScheduleError, match=r"place 1: .* is no task, needs .* numbers below 10\*\*18"):
+            Schedule(tasks)
