@@ -9,6 +9,9 @@ from rpfunc.testing import strategies
 
 PLAN = Plan.parse("F0:2 X2:3 B0:1 B1:2")
 
+NEEDED = "needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits"
+NO_TASK = "is no task, needs one such as Task(2, 'F', 0), numbers below 10**18"
+
 
 @given(strategies.tasks())
 def test_a_task_prints_and_parses_back(task):
@@ -64,16 +67,14 @@ def test_the_next_iteration_goes_on_with_the_next_worker(data, num_layers, num_w
 def test_text_that_is_no_task_is_refused(text):
     with pytest.raises(ScheduleError) as caught:
         Task.parse(text)
-    assert str(caught.value) == f"task {text!r}: needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits"
+    assert str(caught.value) == f"task {text!r}: {NEEDED}"
 
 
 def test_text_that_is_no_schedule_is_refused_with_line_and_word():
     with pytest.raises(ScheduleError) as caught:
         Schedule.parse("0F0 0F1\n\n0B0 0b1\n1X")
     assert str(caught.value) == (
-        "schedule: 2 problems\n"
-        "  - line 3, word 2: task '0b1': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits\n"
-        "  - line 4, word 1: task '1X': needs stage, kind (one of F, B, I, W, X) and microbatch, as in '2F0'; numbers have at most 18 digits"
+        f"schedule: 2 problems\n  - line 3, word 2: task '0b1': {NEEDED}\n  - line 4, word 1: task '1X': {NEEDED}"
     )
 
 
@@ -94,11 +95,11 @@ TASK = Task(0, "F", 0)
         (
             ((TASK, "0F1"), (("0", "F", 2), TASK)),
             "schedule: 2 problems\n"
-            "  - worker 0, place 1: '0F1' is no task, needs one such as Task(2, 'F', 0), numbers below 10**18\n"
-            "  - worker 1, place 0: ('0', 'F', 2) is no task, needs one such as Task(2, 'F', 0), numbers below 10**18",
+            f"  - worker 0, place 1: '0F1' {NO_TASK}\n"
+            f"  - worker 1, place 0: ('0', 'F', 2) {NO_TASK}",
         ),
         *(
-            (((task,),), f"schedule: worker 0, place 0: {task!r} is no task, needs one such as Task(2, 'F', 0), numbers below 10**18")
+            (((task,),), f"schedule: worker 0, place 0: {task!r} {NO_TASK}")
             for task in (Task(-1, "F", 0), Task(0, "Q", 0), Task(0, "FB", 0), Task(0, "F", 0.5), Task(True, "F", 0))
         ),
         (((TASK,), [TASK]), "schedule: worker 1 is of type list, needs a tuple of tasks"),
