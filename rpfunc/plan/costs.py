@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from rpfunc.errors import PlanError
 from rpfunc.plan.checks import is_size, plain_number, shown, size_needed, size_problems
 from rpfunc.plan.plan import Plan, Span
@@ -66,6 +68,8 @@ def layer_costs(costs: Sequence[LayerCost | float]) -> list[LayerCost]:
     >>> layer_costs([1.0, 2.0])[1].backward
     6.0
     """
+    if not isinstance(costs, Sequence | np.ndarray) or isinstance(costs, str):  # what has no order has no layers
+        raise PlanError(f"costs: is of type {type(costs).__name__}, needs a sequence of one cost a layer")
     problems = [] if len(costs) else ["has no layer, needs at least one"]
     layers = []
     for index, cost in enumerate(costs):
@@ -145,9 +149,14 @@ def cost_problems(costs: StageCosts, slots: Collection[tuple[str, int]]) -> list
 def uniform_costs(plan: Plan, forward: float = 1.0, backward: float = 3.0) -> dict[tuple[str, int], StageCost]:
     """Returns costs that are the same for all stages: F `forward`, B and X `backward`, I and W half of that.
 
+    Raises PlanError for what is no time.
+
     >>> uniform_costs(Plan.parse("F0:1 X1:2 B0:1"))["X", 1].time
     3.0
     """
+    problems = size_problems({"forward": forward, "backward": backward})
+    if problems:
+        raise PlanError.listing("uniform_costs", problems)
     times = {"F": forward, "X": backward, "B": backward, "I": backward / 2, "W": backward / 2}
     return {(kind, stage): StageCost(times[kind]) for kind, stage in _stages(plan)}
 

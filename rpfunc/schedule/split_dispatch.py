@@ -52,7 +52,8 @@ def _ways_of_slots(work: Workload, ways: Sequence[int] | Mapping[Slot, int]) -> 
         )
     if isinstance(ways, Mapping):
         problems += [
-            f"ways has {kind}, {stage}, which is no slot" for kind, stage in sorted(ways.keys() - set(work.slots))
+            f"ways has {shown(slot)}, which is no slot, they are such as {work.slots[0]}"
+            for slot in sorted(ways.keys() - set(work.slots), key=shown)
         ]
         cards = {slot: ways.get(slot, 1) for slot in work.slots}
     else:

@@ -37,8 +37,8 @@ class Task(NamedTuple):
         match = re.fullmatch(rf"([0-9]{{1,{MOST_DIGITS}}})([{KINDS}])([0-9]{{1,{MOST_DIGITS}}})", text.strip())
         if match is None:
             raise ScheduleError(
-                f"task {text!r:.60}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'; numbers "
-                f"have at most {MOST_DIGITS} digits"
+                f"task {text!r:.60}: needs stage, kind (one of {', '.join(KINDS)}) and microbatch, as in '2F0'; "
+                f"numbers have at most {MOST_DIGITS} digits"
             )
         return cls(int(match[1]), match[2], int(match[3]))
 
@@ -102,8 +102,8 @@ def refusal(problems: Sequence[str]) -> ScheduleError:
 def listing(kinds: Sequence[tuple[Sequence[str], int]]) -> ScheduleError:
     """Returns the error that lists problems of several kinds: of each those to show, and how many there are."""
     lines: list[str] = []
-    for shown, total in kinds:
-        lines += [*shown, f"and {total - len(shown)} more"] if total > len(shown) else shown
+    for some, total in kinds:
+        lines += [*some, f"and {total - len(some)} more"] if total > len(some) else some
     if len(lines) == 1:
         return ScheduleError(f"schedule: {lines[0]}")
     bullets = "".join(f"\n  - {line}" for line in lines)
@@ -122,8 +122,8 @@ def _problems(workers: Any) -> list[str]:
             problems.append(f"worker {worker} is of type {type(tasks).__name__}, needs a tuple of tasks")
         else:
             problems += [
-                f"worker {worker}, place {place}: {shown(task)} is no task, needs one such as Task(2, 'F', 0), numbers below "
-                f"10**{MOST_DIGITS}"
+                f"worker {worker}, place {place}: {shown(task)} is no task, needs one such as Task(2, 'F', 0), "
+                f"numbers below 10**{MOST_DIGITS}"
                 for place, task in enumerate(tasks)
                 if not _is_task(task)
             ]

@@ -80,6 +80,8 @@ def _read(path: Path) -> str:
         raise ScheduleError(f"torch CSV: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ScheduleError(f"torch CSV: {path} is no UTF-8 text: {error}") from error
+    except ValueError as error:
+        raise ScheduleError(f"torch CSV: {str(path)!r:.60} is no name of a file: {error}") from error
 
 
 def _words(cell: str) -> list[str] | None:

@@ -224,6 +224,29 @@ SAID = {
         lambda: split_dispatch(WORK, 1, [1.5, 1]),
         "split_dispatch: slot 0F in 1.5 ways, it must be 1 to 2, the number of microbatches",
     ),
+    "ways of what are no slots": (
+        lambda: split_dispatch(WORK, 1, {3: 1, "X": 1, ("F", 0): 1}),
+        "split_dispatch: 2 problems\n"
+        "  - ways has 'X', which is no slot, they are such as ('F', 0)\n"
+        "  - ways has 3, which is no slot, they are such as ('F', 0)",
+    ),
+    "a name that no file has": (
+        lambda: load_csv(Path("a\0b")),
+        "torch CSV: 'a\\x00b' is no name of a file: embedded null byte",
+    ),
+    "costs that have no order": (
+        lambda: partition({3.0, 1.0, 2.0}, 2),
+        "costs: is of type set, needs a sequence of one cost a layer",
+    ),
+    "costs by name": (
+        lambda: partition({5: 1, 6: 2}, 2),
+        "costs: is of type dict, needs a sequence of one cost a layer",
+    ),
+    "uniform costs beyond all numbers": (
+        lambda: uniform_costs(Plan.parse("X0:1"), 10**400, -1),
+        f"uniform_costs: 2 problems\n  - forward is {10**59}, it must be 0 or from 1e-100 to 1e+100\n"
+        "  - backward is -1, it must be at least 0 and finite",
+    ),
     "a start between workers": (
         lambda: round_robin(WORK, 2, start=0.5),
         "start is 0.5, it must be a whole number",
