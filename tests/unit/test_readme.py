@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,8 +18,15 @@ def run_example(index, tmp_path):
 
 
 def test_the_schedule_example_draws_a_pipeline(tmp_path, capsys):
-    run_example(1, tmp_path)
+    run_example(2, tmp_path)
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("worker 3 ")]
+
+
+def test_a_model_of_transformers_comes_in_and_goes_out(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    monkeypatch.chdir(tmp_path)
+    run_example(1, tmp_path)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.vocab_size == 99
 
 
 def test_the_library_example_runs_and_says_what_it_promises(tmp_path, capsys):
