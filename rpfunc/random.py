@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError
+
+BLOCK = 1 << 15
+"""Numbers drawn at a time: what lies between stays in a core's cache."""
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -66,14 +70,17 @@ def bits(key: Key, *indices: Tensor) -> Tensor:
 
 def uniform(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns numbers drawn uniformly from [0, 1), on the CPU."""
-    return _to_unit(bits(key, torch.arange(math.prod(shape))), dtype).reshape(shape)
+    return _drawn(key, shape, dtype, lambda bits: _to_unit(bits, dtype))
 
 
 def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns standard normal numbers, by inverting the distribution function in float64, on the CPU."""
-    centred = _to_unit(bits(key, torch.arange(math.prod(shape))), torch.float64) + 2.0**-54
-    drawn: Tensor = torch.special.ndtri(centred)
-    return drawn.to(dtype).reshape(shape)
+
+    def invert(bits: Tensor) -> Tensor:
+        drawn: Tensor = torch.special.ndtri(_to_unit(bits, torch.float64) + 2.0**-54)
+        return drawn
+
+    return _drawn(key, shape, dtype, invert)
 
 
 def categorical(key: Key, logits: Tensor) -> Tensor:
@@ -99,6 +106,15 @@ def dropout(x: Tensor, rate: float, key: Key, batch: Batch) -> Tensor:
     rows = torch.arange(row, row + num_rows, device=x.device).reshape(1, -1, *lift)
     kept = _to_unit(bits(key, examples, rows, features), torch.float32) >= rate
     return torch.where(kept, x / (1.0 - rate), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _drawn(key: Key, shape: tuple[int, ...], dtype: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns what `convert` makes of the bits of each place, a block of places at a time: steps between are many."""
+    drawn = torch.empty(math.prod(shape), dtype=dtype)
+    for start in range(0, len(drawn), BLOCK):
+        block = drawn[start : start + BLOCK]
+        block.copy_(convert(bits(key, torch.arange(start, start + len(block)))))
+    return drawn.reshape(shape)
 
 
 def _signed(value: int) -> int:

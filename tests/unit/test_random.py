@@ -110,3 +110,14 @@ def test_draws_leave_torchs_own_generator_alone():
     state = torch.get_rng_state()
     random.normal(random.key(0), (3,))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draw", [random.uniform, random.normal])
+def test_blocks_of_draws_are_the_draws(draw):
+    """Whatever the block, number i is drawn from the bits of place i."""
+    num = 2 * random.BLOCK + 3
+    whole = draw(random.key(5), (num,), torch.float64)
+    centred = (random.bits(random.key(5), torch.arange(num)) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+    wanted = centred if draw is random.uniform else torch.special.ndtri(centred + 2.0**-54)
+    assert torch.equal(whole, wanted)
+    assert draw(random.key(5), (0, 4)).shape == (0, 4)
