@@ -7,6 +7,7 @@ Written from what PEFT 0.21 writes: A and B of a linear module are `lora_A.weigh
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ from rpfunc import tree
 from rpfunc.errors import CheckpointError, ModelError
 from rpfunc.files import replace_file
 from rpfunc.model import Model, Params
+from rpfunc.models import checks
 from rpfunc.models.hf.pretrained import PretrainedModel, describe
-from rpfunc.models.lora import AdaptedLayer, LoraConfig, attach, split
+from rpfunc.models.lora import MOST_RANK, AdaptedLayer, LoraConfig, adapters_of, attach
 from rpfunc.models.lora_targets import weights
 
 CONFIG, TENSORS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 HEAD = "lm_head"
 
-LOOK_UPS = ("embedding", "embedding.tokens")
-"""The paths at which the decoders of `rpfunc.models` look tokens up."""
+LOOK_UPS = ("embedding", "embedding.tokens", "embedding.positions")
+"""The paths at which the decoders of `rpfunc.models` look tokens and places up."""
 
 STARTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that start A and B and leave the base as it is."""
@@ -88,13 +90,14 @@ def save(
     names     the module of each adapted weight by its path; None: `module_names(model)`
     base      where PEFT finds the base model
     look_ups  paths of weights that are tables
-    Files are written beside their places and renamed. Raises ModelError listing every adapter without a module's name.
+    Files are written beside their places and renamed. Raises ModelError listing every adapter without a module's name,
+    and where the parameters are not the model's; CheckpointError where nothing can be written.
     """
     names = module_names(model) if names is None else names
     configs = [layer.config for layer in model.layers if isinstance(layer, AdaptedLayer)]
     if not configs:
         raise ModelError("peft: the model has no adapters; lora.adapt makes some")
-    adapters = {path: part for subtree in split(params)[1].values() for path, part in subtree.items()}
+    adapters = adapters_of(model, params)
     unnamed = [f"names lacks {path!r}, so PEFT has no module for its adapter" for path in adapters if path not in names]
     if unnamed:
         raise ModelError.listing("peft", unnamed)
@@ -107,15 +110,18 @@ def save(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "target_modules": sorted(names[path] for path in adapters),
-        "r": configs[0].rank,
-        "lora_alpha": configs[0].alpha,
-        "lora_dropout": configs[0].dropout,
+        "r": int(configs[0].rank),
+        "lora_alpha": float(configs[0].alpha),
+        "lora_dropout": float(configs[0].dropout),
         "use_rslora": configs[0].rank_stabilised,
         "bias": "none",
         "inference_mode": True,
     }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"adapters {folder}: cannot be made a folder ({error}); give another path") from error
     _write(folder / TENSORS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     _write(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
@@ -133,11 +139,11 @@ def load(
     Raises CheckpointError listing every field of the config that is not supported and has a value, and every tensor
     that is missing, unexpected, of another shape, or says otherwise than `params` (PEFT stores adapted tables too).
     """
-    folder, names = Path(folder), module_names(model) if names is None else names
+    folder, names = _path(folder), module_names(model) if names is None else names
     config = _read_config(folder / CONFIG)
     try:
         tensors = load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"adapters {folder / TENSORS}: cannot be read ({error})") from error
     found, adapters, problems = weights(model, params), {}, []
     for path, module in names.items():
@@ -151,6 +157,8 @@ def load(
             adapters[path], more = _adapter(weight, prefix, stored, config.rank, path in look_ups)
             problems += more
     problems += [f"{name} is unexpected" for name in sorted(tensors)]
+    if not adapters and not problems:
+        problems = [f"{TENSORS} holds no adapters"]
     if problems:
         raise CheckpointError.listing(f"adapters {folder}", problems)
     return attach(model, params, adapters, config)
@@ -162,7 +170,7 @@ def _base_problems(path: str, weight: Tensor, prefix: str, stored: dict[str, Ten
     return [
         f"{name} differs from {path} of the parameters, so the adapters are of another base"
         for name, tensor in kept.items()
-        if tensor.shape != weight.shape or not torch.equal(tensor, weight)
+        if tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight)
     ]
 
 
@@ -182,6 +190,9 @@ def _adapter(
     ]
     if problems:
         return {}, problems
+    whole = [name for name in needed if not stored[name].is_floating_point()]
+    if whole:
+        return {}, [f"{name} is {stored[name].dtype}, needs a floating-point dtype" for name in whole]
     a, b = (stored[name] for name in needed)
     return {"A": b.T, "B": a.T} if look_up else {"A": a, "B": b}, []
 
@@ -196,7 +207,7 @@ def _stored(prefix: str, part: Mapping[str, Tensor], look_up: bool) -> dict[str,
 def _read_config(path: Path) -> LoraConfig:
     try:
         fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"adapters {path}: cannot be read ({error})") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"adapters {path}: holds a {type(fields).__name__}, needs an object of fields")
@@ -205,8 +216,13 @@ def _read_config(path: Path) -> LoraConfig:
     dropout, stabilised = rest.pop("lora_dropout", 0.0), rest.pop("use_rslora", False)
     start, bias = rest.pop("init_lora_weights", True), rest.pop("bias", "none")
     problems = [] if kind == "LORA" else [f"peft_type is {kind!r}, needs 'LORA'"]
-    numbers = {"r": rank, "lora_alpha": alpha}
-    problems += [f"{name} is {value!r}, needs a number" for name, value in numbers.items() if not _is_number(value)]
+    targets = rest.get("target_modules") or ["*"]
+    targets = [targets] if isinstance(targets, str) else targets
+    problems += checks.counts({"r": rank}, most=MOST_RANK)
+    problems += checks.positives({"lora_alpha": alpha}) + checks.rates({"lora_dropout": dropout})
+    problems += checks.flags({"use_rslora": stabilised})
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        problems.append(f"target_modules is {targets!r:.60}, needs names of modules")
     if bias != "none":
         problems.append(f"bias is {bias!r}, supported is 'none'")
     if start not in STARTS:
@@ -218,16 +234,17 @@ def _read_config(path: Path) -> LoraConfig:
     ]
     if problems:
         raise CheckpointError.listing(f"adapters {path}", problems)
-    targets = fields.get("target_modules") or ["*"]
-    return LoraConfig(tuple([targets] if isinstance(targets, str) else targets), rank, alpha, dropout, stabilised)
+    return LoraConfig(tuple(targets), rank, alpha, dropout, stabilised)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(f"adapters: the folder is {folder!r:.60}, needs a path")
+    return Path(folder)
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
     try:
         replace_file(path, fill)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"adapters {path}: cannot be written ({error})") from error

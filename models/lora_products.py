@@ -43,9 +43,9 @@ class Adapting(TorchFunctionMode):
     """While a layer's function runs, lets its adapted weights act as W + scale · B A.
 
     `F.linear(x, W)` gains scale · (x' Aᵀ) Bᵀ, where x' is x with dropout, drawn by example, row and feature under the
-    batch's constant `key` and the weight's path; `F.embedding(ids, W)` gains scale · B[ids] A. Any other function gets
-    the merged weight in W's place. A weight is known by its identity, so the layer's function must use the very tensors
-    that it is given, in torch functions.
+    batch's constant `key` and the weight's path; `F.embedding(ids, W)` and `W[ids]` gain scale · B[ids] A. Any other
+    function gets the merged weight in W's place. A weight is known by its identity, so the layer's function must use
+    the very tensors that it is given, in torch functions.
     """
 
     def __init__(self, adapters: Sequence[Adapter], scale: float, dropout: float, batch: Batch) -> None:
@@ -58,6 +58,9 @@ class Adapting(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in SHAPE_ONLY:
             return function(*args, **kwargs)
+        if function is Tensor.__getitem__ and id(args[0]) in self._adapters and _are_rows(*args):
+            table, output = self._adapters[id(args[0])], function(*args)
+            return output + (self._scale * (table.b[args[1]] @ table.a)).to(output.dtype)
         if function in (F.linear, F.embedding):
             x, weight = (args[place] if len(args) > place else kwargs[name] for place, name in _OPERANDS)
             adapter = self._adapters.get(id(weight)) if id(x) not in self._adapters else None
@@ -93,6 +96,11 @@ class Adapting(TorchFunctionMode):
         if adapter.path not in self._merged:
             self._merged[adapter.path] = merged_weight(adapter.weight, adapter.a, adapter.b, self._scale)
         return self._merged[adapter.path]
+
+
+def _are_rows(table: Tensor, place: Any) -> bool:
+    """Returns whether `table[place]` gives, for each of many whole numbers, that row of a table."""
+    return table.dim() == 2 and isinstance(place, Tensor) and place.dtype in (torch.int64, torch.int32)
 
 
 _OPERANDS = ((0, "input"), (1, "weight"))

@@ -13,6 +13,9 @@ from rpfunc import tree
 from rpfunc.errors import ModelError
 from rpfunc.model import Model, Params
 
+EXPERTS = "experts"
+"""What `rpfunc.models.feedforward.experts` reads them as."""
+
 
 class Weight(NamedTuple):
     """A leaf of at least two dimensions: the layer that reads it, its place among all that the layer reads, itself."""
@@ -56,6 +59,20 @@ def matching(paths: Mapping[str, object], targets: Sequence[str]) -> list[str]:
     if problems:
         raise ModelError.listing("lora", problems)
     return [path for path in paths if any(path in found for found in matches.values())]
+
+
+def without_rows(paths: Sequence[str], found: Mapping[str, Weight]) -> list[str]:
+    """Returns, in words, those of `paths` whose weights meet no rows (B, T, ...) that dropout could be drawn for."""
+    problems = []
+    # experts, and the router beside them, get the rows of all examples one after the other
+    mixtures = {path.split(f".{EXPERTS}.")[0] for path in found if f".{EXPERTS}." in path}
+    for path in paths:
+        advice = "so its adapter has no dropout; use dropout=0, or other targets"
+        if found[path].tensor.dim() > 2:
+            problems.append(f"{path} is of shape {tuple(found[path].tensor.shape)} and no (outputs, inputs), {advice}")
+        elif any(path.startswith(f"{mixture}.") for mixture in mixtures):
+            problems.append(f"{path} belongs to experts, whose rows come without their examples, {advice}")
+    return problems
 
 
 def _matches(path: str, target: str) -> bool:

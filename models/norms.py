@@ -25,7 +25,13 @@ def rms_from_one(epsilon: float) -> Norm:
 
 def layer(epsilon: float) -> Norm:
     """Returns the norm (x - mean(x)) / sqrt(variance(x) + epsilon) * scale + bias (arXiv 1607.06450)."""
-    return lambda params, x: F.layer_norm(x, (x.shape[-1],), params["scale"], params["bias"], epsilon)
+
+    def norm(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        scale, bias = params["scale"], params["bias"]
+        wide = torch.promote_types(x.dtype, torch.promote_types(scale.dtype, bias.dtype))  # as below
+        return F.layer_norm(x.to(wide), (x.shape[-1],), scale.to(wide), bias.to(wide), epsilon).to(x.dtype)
+
+    return norm
 
 
 def _rms(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:

@@ -21,7 +21,7 @@ from rpfunc import random
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model
-from rpfunc.models import feedforward, norms, transformer
+from rpfunc.models import checks, feedforward, norms, transformer
 from rpfunc.stream import recurrent, rowwise
 
 
@@ -47,11 +47,14 @@ class RecurrenceConfig:
     """The head is the embedding: one subtree, one gradient."""
 
     def __post_init__(self) -> None:
-        least = {"vocabulary": 1, "width": 1, "layers": 1, "state_width": 1, "mlp_width": 1, "memory": 2}
-        found = [(name, getattr(self, name), number) for name, number in least.items()]
-        problems = [f"{name} is {size}, it must be at least {number}" for name, size, number in found if size < number]
-        if not 0.0 < self.norm_epsilon < math.inf:
-            problems.append(f"norm_epsilon is {self.norm_epsilon}, it must be positive and finite")
+        sizes = {name: getattr(self, name) for name in ("vocabulary", "width", "state_width", "mlp_width")}
+        problems = [
+            *checks.counts(sizes),
+            *checks.counts({"layers": self.layers}, most=checks.MOST_LAYERS),
+            *checks.counts({"memory": self.memory}, least=2),
+            *checks.positives({"norm_epsilon": self.norm_epsilon}),
+            *checks.flags({"tied": self.tied}),
+        ]
         if problems:
             raise ModelError.listing("recurrence", problems)
 
@@ -110,7 +113,8 @@ def mixing(norm: norms.Norm) -> Form:
         forget = F.linear(hidden, params["forget"], params["forget_bias"]).to(state.dtype)
         value = F.linear(hidden, params["value"]).to(state.dtype)
         if "visible" in batch.row:  # where not, gates forget nothing and take nothing
-            forget = forget.masked_fill(~batch.row["visible"][..., None], torch.inf)
+            visible = checks.check_leaf(batch, "row", "visible", ("batch", "rows"), torch.bool)
+            forget = forget.masked_fill(~visible[..., None], torch.inf)
         states = scan(forget.sigmoid(), (-forget).sigmoid() * value, state[:, None])
         gated = F.gelu(F.linear(hidden, params["gate"])) * states.to(x.dtype)
         return x + F.linear(gated, params["output"]), states[:, -1]

@@ -21,6 +21,7 @@ from rpfunc import random
 from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model, Params, accumulator_dtype
+from rpfunc.models import checks
 from rpfunc.stream import opaque
 
 Normalise = Callable[[Any, str, Tensor, Batch], Tensor]
@@ -52,16 +53,18 @@ class ResnetConfig:
     """Added to the variance in every norm."""
 
     def __post_init__(self) -> None:
-        sizes = {"channels": self.channels, "classes": self.classes, "blocks": self.blocks, "groups": self.groups}
-        problems = [f"{name} is {size}, it must be at least 1" for name, size in sizes.items() if size < 1]
-        if not self.widths or min(self.widths) < 1:
-            problems.append(f"widths is {self.widths}, it needs at least one number, each at least 1")
+        problems = [
+            *checks.counts({"channels": self.channels, "classes": self.classes, "groups": self.groups}),
+            *checks.counts({"blocks": self.blocks}, most=checks.MOST_LAYERS),
+            *checks.many("widths", self.widths, 1),
+        ]
         if self.norm not in ("batch", "frozen", "group"):
             problems.append(f"norm is {self.norm!r}, it must be 'batch', 'frozen' or 'group'")
-        if self.norm == "group" and self.groups >= 1 and any(width % self.groups for width in self.widths):
+        whole = isinstance(self.widths, tuple | list) and all(map(checks.is_count, (self.groups, *self.widths)))
+        whole = whole and 1 <= self.groups <= checks.MOST_SIZE
+        if self.norm == "group" and whole and any(width % self.groups for width in self.widths):
             problems.append(f"widths is {self.widths}, group norm needs multiples of groups, which is {self.groups}")
-        if not 0.0 < self.norm_epsilon < math.inf:
-            problems.append(f"norm_epsilon is {self.norm_epsilon}, it must be positive and finite")
+        problems += checks.positives({"norm_epsilon": self.norm_epsilon})
         if problems:
             raise ModelError.listing("resnet", problems)
 
@@ -69,8 +72,9 @@ class ResnetConfig:
 def model(config: ResnetConfig) -> Model:
     """Returns layers `stem`, `block0` ..., `head`. Reads example leaf `images` (B, C, H, W); gives logits (B, 1, K).
 
-    Layers work on whole examples: a chunk size changes nothing. With norm="batch" a second microbatch is refused, by a
-    ModelError: statistics over a part of the batch would be another function, which depends on the cut.
+    Images have the weights' dtype and device; others raise BatchError. Layers work on whole examples: a chunk size
+    changes nothing. With norm="batch" a second microbatch is refused, by a ModelError: statistics over a part of the
+    batch would be another function, which depends on the cut.
     """
     norm = {"batch": _batch_norm, "frozen": _frozen_norm, "group": _group_norm}[config.norm]
 
@@ -159,7 +163,10 @@ def _functions(config: ResnetConfig) -> dict[str, Function]:
 
     def stem(params: Any, x: Any, batch: Batch, normalise: Normalise) -> Tensor:
         del x
-        return F.relu(normalise(params, "norm", F.conv2d(batch.example["images"], params["weight"], padding=1), batch))
+        weight = params["weight"]
+        shape = ("batch", weight.shape[1], "height", "width")
+        images = checks.check_leaf(batch, "example", "images", shape, weight)
+        return F.relu(normalise(params, "norm", F.conv2d(images, weight, padding=1), batch))
 
     def block(stride: int, params: Any, x: Tensor, batch: Batch, normalise: Normalise) -> Tensor:
         hidden = F.conv2d(x, params["first"], stride=stride, padding=1)

@@ -152,7 +152,7 @@ def block(shape: Block, name: str) -> Form:
 def _embedding(ends: Ends) -> Any:
     def embed(params: Any, x: tuple[()], batch: Batch) -> Tensor:
         del x
-        tokens = batch.row["tokens"]
+        tokens = _whole_numbers(batch, "tokens")
         embedded = _look_up(params["tokens"] if ends.positions else params, tokens)
         if ends.padding is not None:
             embedded = torch.where((tokens == ends.padding)[..., None], embedded.detach(), embedded)
@@ -163,6 +163,16 @@ def _embedding(ends: Ends) -> Any:
         return _drop(embedded, ends.dropout, "embedding", batch)
 
     return embed
+
+
+def _whole_numbers(batch: Batch, name: str) -> Tensor:
+    """Returns a row leaf of one whole number a row. Raises BatchError where it is missing or something else."""
+    if name not in batch.row:
+        raise BatchError(f"batch: has no row leaf {name!r}, which the model reads; int64 (B, T) is needed")
+    found: Tensor = batch.row[name]
+    if found.dtype not in (torch.int64, torch.int32) or found.dim() != 2:
+        raise BatchError(f"batch: row leaf {name!r} is {found.dtype} {tuple(found.shape)}; int64 (B, T) is needed")
+    return found
 
 
 def _look_up(embedding: Tensor, tokens: Tensor) -> Tensor:
@@ -178,17 +188,22 @@ def _look_up(embedding: Tensor, tokens: Tensor) -> Tensor:
 def _places(batch: Batch) -> Tensor:
     """Returns each row's place in its own text, (1 or B, T): row leaf `positions`, or the rows' numbers."""
     if "positions" in batch.row:
-        positions: Tensor = batch.row["positions"]
-        return positions
+        return _whole_numbers(batch, "positions")
     device = batch.row["tokens"].device
     return torch.arange(batch.first_row, batch.first_row + batch.num_rows, device=device)[None]
 
 
 def _positions(positions: Tensor, batch: Batch) -> Tensor:
     places = _places(batch)
-    last = int(places.max()) + 1 if "positions" in batch.row else batch.first_row + batch.num_rows
-    if last > len(positions):
-        raise BatchError(f"batch: has at least {last} rows; the model has positions for {len(positions)}")
+    if "positions" in batch.row:
+        first, last = (int(each) for each in places.aminmax())
+        if first < 0 or last >= len(positions):
+            odd = first if first < 0 else last
+            raise BatchError(f"batch: row leaf 'positions' holds {odd}; the model's are 0 to {len(positions) - 1}")
+    elif batch.first_row + batch.num_rows > len(positions):
+        raise BatchError(
+            f"batch: has at least {batch.first_row + batch.num_rows} rows; the model has positions for {len(positions)}"
+        )
     return positions[places]
 
 

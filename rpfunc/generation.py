@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rpfunc import generation_checks as checks
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.errors import BatchError, ModelError
+from rpfunc.errors import MemoryLimitError, ModelError, OptionsError
 from rpfunc.model import Model, Params
-from rpfunc.objectives.checks import at_least, check_options
+from rpfunc.objectives.checks import check_options
 from rpfunc.random import Key
 from rpfunc.sampling import Sampler
 from rpfunc.stream import RowWise, Stepping
-from rpfunc.stream.chunk_major import looking_ahead
 from rpfunc.stream.flat import rows, spans
 
 
@@ -52,7 +52,8 @@ def generate(
     `positions` (B, T) int64, which count from 0 at the first token. A model that never looks at `visible` is refused.
 
     Cost: a forward pass over the prompts, and one over B rows for each further token, until all have stopped.
-    Raises ModelError, BatchError or OptionsError.
+    Raises ModelError (parameters that are not finite, too: each is looked at once), BatchError, OptionsError, or
+    MemoryLimitError where the buffers are too large.
 
     >>> from rpfunc import random
     >>> from rpfunc.models import decoder
@@ -61,23 +62,29 @@ def generate(
     >>> [len(text) for text in generate(decoder.model(config), params, [[1, 2], [3, 4]], 5)]
     [5, 5]
     """
-    cuts = [at_least("num_tokens", num_tokens, 1, 64), None if chunk is None else at_least("chunk", chunk, 1, 512)]
     sampler = Sampler(key, temperature, top_k, top_p)
-    whole = isinstance(stop, Collection) and all(isinstance(token, int) for token in stop)
-    of_stop = None if whole else f"stop is {stop!r}; it must be a collection of tokens, for example (0,)"
-    check_options("generate", [*cuts, *sampler.problems(), of_stop])
-    model.check(params)
-    _check_steps(model)
+    options = [
+        checks.count("num_tokens", num_tokens, 1, checks.MOST_TOKENS, 64),
+        None if chunk is None else checks.count("chunk", chunk, 1, checks.MOST_COUNT, 512),
+        checks.count("first_example", first_example, 0, checks.MOST_COUNT, 0),
+        *sampler.problems(),
+        checks.stops(stop),
+    ]
+    check_options("generate", options)
+    checks.check_model(model, params)
     device = next((leaf.device for leaf in tree.leaves(dict(params))), torch.device("cpu"))
-    texts = _texts(prompts, device)
+    texts = checks.texts(prompts, device)
     lengths = torch.tensor([len(text) for text in texts], device=device)
     examples = torch.arange(first_example, first_example + len(texts), device=device)
     stops = torch.tensor(sorted(stop), dtype=torch.long, device=device)
     batch = _padded(texts, lengths, first_example)
-    memory = _Memories(model, params, batch.num_rows + num_tokens - 1)
+    memory = _Memories(model, params, batch.num_rows + int(num_tokens) - 1)
 
     with torch.no_grad():
-        logits = memory.read(batch, chunk or batch.num_rows)
+        logits = _first_logits(memory, batch, chunk or batch.num_rows)
+        unknown = stops[stops >= logits.shape[1]].tolist()
+        if unknown:
+            raise OptionsError(f"generate: stop has {unknown}; the model's tokens are 0 to {logits.shape[1] - 1}")
         chosen = [sampler.choose(logits, examples, lengths)]
         stopped = torch.isin(chosen[0], stops)
         while len(chosen) < num_tokens and not stopped.all():
@@ -95,7 +102,7 @@ class _Memories:
         # a row-wise head is needed for one row of each example
         self._head = last if isinstance(last.form, RowWise) else None
         self._body = body if self._head else [*model.layers]
-        self._params, self._num_rows = params, num_rows
+        self._params, self.num_rows = params, num_rows
         self._memories = [layer.form.memory() for layer in self._body if isinstance(layer.form, Stepping)]
 
     def read(self, batch: Batch, chunk: int) -> Tensor:
@@ -114,7 +121,7 @@ class _Memories:
             )
         if self._head is not None:
             x = self._head(self._params, rows(x, stop - start - 1, stop - start), batch.rows(stop - 1, stop))
-        logits: Tensor = (x["logits"] if isinstance(x, Mapping) else x)[:, -1]
+        logits = checks.logits_of(x)[:, -1]
         finite = torch.isfinite(logits.amax(dim=-1))
         if not finite.all():
             example = batch.first_example + int(finite.long().argmin())
@@ -125,9 +132,9 @@ class _Memories:
         start, stop = piece.first_row, piece.first_row + piece.num_rows
         x: Any = ()
         for layer, memory in zip(self._body, self._memories, strict=True):
-            assert isinstance(layer.form, Stepping)  # `_check_steps`' own rule
+            assert isinstance(layer.form, Stepping)  # `check_model`'s own rule
             selected = layer.select(self._params)
-            x = layer.form.advance(selected, x, piece, memory, start, stop, self._num_rows)
+            x = layer.form.advance(selected, x, piece, memory, start, stop, self.num_rows)
         return x
 
 
@@ -144,23 +151,24 @@ class _Look(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _check_steps(model: Model) -> None:
-    problems = looking_ahead(model.layers)
-    if problems:
-        raise ModelError.listing("generate needs row-wise, causal or recurrent layers", problems)
-
-
-def _texts(prompts: Iterable[Tensor | Sequence[int]], device: torch.device) -> list[Tensor]:
-    texts = [torch.as_tensor(prompt, device=device) for prompt in prompts]
-    problems = [] if texts else ["there is none, at least one is needed"]
-    for index, text in enumerate(texts):
-        if text.dim() != 1 or len(text) == 0:
-            problems.append(f"prompt {index} has shape {tuple(text.shape)}, needs (n,) with n at least 1")
-        elif text.is_floating_point() or text.is_complex() or text.dtype == torch.bool:
-            problems.append(f"prompt {index} is {text.dtype}, needs integers")
-    if problems:
-        raise BatchError.listing("generate: prompts", problems)
-    return [text.long() for text in texts]
+def _first_logits(memory: _Memories, prompts: Batch, chunk: int) -> Tensor:
+    """Returns the logits (B, V) that follow the prompts, once there are buffers for all rows."""
+    try:
+        return memory.read(prompts, chunk)
+    except RuntimeError as error:
+        # torch has no class of its own for memory of the host
+        words = ("can't allocate memory", "Storage size calculation overflowed")
+        if isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words):
+            raise MemoryLimitError(
+                f"generate: there is no memory for {prompts.num_examples} texts of {memory.num_rows} rows; use fewer "
+                f"prompts at a time, a smaller num_tokens, or chunk below {chunk}"
+            ) from error
+        raise
+    except KeyError as error:
+        raise ModelError(
+            f"generate: the model asks for {error}; a text has the row leaf 'tokens', and where it is padded "
+            "'visible' and 'positions'"
+        ) from error
 
 
 def _padded(texts: list[Tensor], lengths: Tensor, first_example: int) -> Batch:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rpfunc import generation_checks as checks
 from rpfunc import random
-from rpfunc.objectives.checks import at_least
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,15 @@ class Sampler:
 
     def problems(self) -> list[str | None]:
         """Returns, in words, what cannot work; None where nothing is wrong."""
-        found = [at_least("temperature", self.temperature, 0.0, 1.0)]
+        most = sys.float_info.max
+        found = [
+            checks.draws_with(self.key),
+            checks.number("temperature", self.temperature, 0.0, most, "finite and at least 0", 1.0),
+        ]
         if self.top_k is not None:
-            found.append(at_least("top_k", self.top_k, 1, 50))
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            found.append(f"top_p is {self.top_p}; it must be in (0, 1], for example 0.9")
+            found.append(checks.count("top_k", self.top_k, 1, checks.MOST_COUNT, 50))
+        if self.top_p is not None:
+            found.append(checks.number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]", 0.9))
         given = [name for name in ("top_k", "top_p") if getattr(self, name) is not None]
         given += ["temperature"] if self.temperature not in (0.0, 1.0) else []
         if self.key is None and given:
@@ -46,15 +52,15 @@ class Sampler:
             return logits.argmax(dim=-1)
         logits = logits.double()
         # the largest is 0 before the division: however small the temperature, nothing overflows
-        weights = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature, dim=-1)
+        weights = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / float(self.temperature), dim=-1)
         order = None
         if self.top_k is not None or self.top_p is not None:
             weights, order = weights.sort(dim=-1, descending=True, stable=True)
             if self.top_k is not None:
-                weights = weights[:, : self.top_k]
+                weights = weights[:, : int(self.top_k)]
             if self.top_p is not None:
                 before = weights.cumsum(dim=-1) - weights
-                weights = weights.where(before < self.top_p * weights.sum(dim=-1, keepdim=True), 0.0)
+                weights = weights.where(before < float(self.top_p) * weights.sum(dim=-1, keepdim=True), 0.0)
         reached = weights.cumsum(dim=-1)
         drawn = _uniform(random.bits(self.key, examples.cpu(), places.cpu())).to(logits.device)
         # the first token whose sum is beyond the draw: never one of weight 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rpfunc.models import feedforward, norms, transformer
 from rpfunc.models.families.family import Description, Family
-from rpfunc.models.families.fields import Fields
+from rpfunc.models.families.fields import COUNT, Fields
 from rpfunc.models.families.reading import read_activation
 from rpfunc.models.families.stored import Layout, Row, table
 
@@ -44,7 +44,8 @@ BLOCK: dict[str, Row] = {
 
 def read(fields: Fields) -> Description:
     """Returns the model of a config of type `gpt2`."""
-    width, heads, num = (fields.size(name) for name in ("n_embd", "n_head", "n_layer"))
+    width = fields.size("n_embd")
+    heads, num = (fields.size(name, most=COUNT) for name in ("n_head", "n_layer"))
     if width % heads:
         fields.refuse("n_head", heads, f"n_embd {width} must be a multiple of it")
     for name in ("reorder_and_upcast_attn", "add_cross_attention"):
@@ -53,7 +54,8 @@ def read(fields: Fields) -> Description:
         fields.get(name)
     fields.get("pad_token_id")
     sizes = {"V": fields.size("vocab_size"), "W": width, "P": fields.size("n_positions", 1024)}
-    sizes["M"] = fields.size("n_inner", 4 * width)
+    fields.only("max_position_embeddings", (sizes["P"],), sizes["P"])  # n_positions by another name
+    sizes["M"] = 4 * width if fields.get("n_inner") is None else fields.size("n_inner")
     tied = fields.flag("tie_word_embeddings", True)
     size = max(width // heads, 1)
     scale = size**-0.5 if fields.flag("scale_attn_weights", True) else 1.0

@@ -17,7 +17,7 @@ from rpfunc.models.families.family import (
 )
 from rpfunc.models.families.fields import Fields
 from rpfunc.models.families.qwen3_moe import read_experts, refuse_router_losses
-from rpfunc.models.families.reading import FULL, SLIDING, read_rope, read_shape, read_windows
+from rpfunc.models.families.reading import FULL, SLIDING, read_rope, read_shape, read_window, read_windows
 from rpfunc.models.families.stored import Layout, Row
 
 YARN = {
@@ -33,25 +33,21 @@ YARN = {
 
 def read(fields: Fields) -> Description:
     """Returns the model of a config of type `gpt_oss`."""
-    shape = read_shape(fields, kv_heads=8, head_size=64)
-    num = read_experts(fields)
-    picked = fields.size("num_experts_per_tok", 4)
-    if picked > num:
-        fields.refuse("num_experts_per_tok", picked, f"there are {num} experts")
-    fields.only("experts_per_token", (picked,), picked)
+    shape = read_shape(fields, 131_072, kv_heads=8, head_size=64)
+    num, picked = read_experts(fields, shape, 4)
+    fields.only("experts_per_token", (picked, None), picked)
     fields.get("initial_context_length")  # of rope_scaling, by another name
     refuse_router_losses(fields)
     fields.only("hidden_act", ("silu",), "silu")
     sizes = shape.sizes | {"E": num, "X": fields.size("intermediate_size")}
-    window = fields.get("sliding_window", None if fields.has("sliding_window") else 128)
-    window = None if window is None else fields.size("sliding_window", 128)
+    window = read_window(fields, 128)
     kinds = [FULL if index % 2 else SLIDING for index in range(shape.layers)]
     expert = feedforward.clamped(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
     common = transformer.Block(
         head_size=sizes["D"],
         norm=norms.rms(fields.number("rms_norm_eps", 1e-5)),
         mlp=feedforward.experts(feedforward.pick_then_softmax(picked), expert),
-        rope=read_rope(fields, sizes["D"], 150_000.0, YARN),
+        rope=read_rope(fields, shape, 150_000.0, YARN),
         weight_dropout=fields.rate("attention_dropout"),
     )
     blocks = [replace(common, window=each) for each in read_windows(fields, shape.layers, kinds, window)]

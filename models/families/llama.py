@@ -24,25 +24,28 @@ from rpfunc.models.families.stored import Row
 
 def read(fields: Fields) -> Description:
     """Returns the model of a config of type `llama`."""
-    fields.only("pretraining_tp", (1,), 1)
+    fields.only("pretraining_tp", (1, None), 1)
     rows = ATTENTION | MLP_NORM | MLP
     if fields.flag("attention_bias"):
         rows = rows | QKV_BIAS | OUTPUT_BIAS
     if fields.flag("mlp_bias"):
         rows = rows | MLP_BIAS
-    shape = read_shape(fields)
-    return describe(fields, shape, rows, [None] * shape.layers)
+    shape = read_shape(fields, 2048, may_be_null=("num_key_value_heads", "head_dim"), divides=True)
+    dropout = 0.0 if fields.is_null("attention_dropout") else fields.rate("attention_dropout")
+    return describe(fields, shape, rows, [None] * shape.layers, dropout)
 
 
-def describe(fields: Fields, shape: Shape, rows: dict[str, Row], windows: list[int | None]) -> Description:
+def describe(
+    fields: Fields, shape: Shape, rows: dict[str, Row], windows: list[int | None], dropout: float
+) -> Description:
     """Returns a model of blocks with these rows and windows, gated MLPs and RMS norms."""
     sizes = shape.sizes | {"M": fields.size("intermediate_size")}
     common = transformer.Block(
         head_size=sizes["D"],
         norm=norms.rms(fields.number("rms_norm_eps", 1e-6)),
         mlp=feedforward.gated(read_activation(fields, "hidden_act")),
-        rope=read_rope(fields, sizes["D"]),
-        weight_dropout=fields.rate("attention_dropout"),
+        rope=read_rope(fields, shape),
+        weight_dropout=dropout,
     )
     blocks = [replace(common, window=window) for window in windows]
     ends = transformer.Ends(common.norm, shape.tied, padding=shape.padding)

@@ -22,9 +22,10 @@ from rpfunc.models.families.stored import Row
 
 def read(fields: Fields) -> Description:
     """Returns the model of a config of type `qwen3`."""
-    shape = read_shape(fields, kv_heads=32, head_size=128)
+    shape = read_shape(fields, 32_768, kv_heads=32, head_size=128, may_be_null=("num_key_value_heads",))
     windows = later_windows(fields, shape.layers)
-    return describe(fields, shape, attention(fields) | MLP_NORM | MLP, windows)
+    rows = attention(fields) | MLP_NORM | MLP
+    return describe(fields, shape, rows, windows, fields.rate("attention_dropout"))
 
 
 def attention(fields: Fields) -> dict[str, Row]:

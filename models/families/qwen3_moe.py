@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rpfunc.models import feedforward, norms, transformer
 from rpfunc.models.families.family import LLAMA_BUFFERS, MLP, MLP_NORM, Description, Family, llama_table
-from rpfunc.models.families.fields import Fields
+from rpfunc.models.families.fields import COUNT, Fields
 from rpfunc.models.families.qwen3 import attention
-from rpfunc.models.families.reading import read_activation, read_rope, read_shape
+from rpfunc.models.families.reading import Shape, read_activation, read_rope, read_shape, read_window
 from rpfunc.models.families.stored import Layout, Row
 
 ROUTER: dict[str, Row] = {"mlp.router": ("mlp.gate.weight", "E W")}
@@ -16,15 +16,12 @@ ROUTER: dict[str, Row] = {"mlp.router": ("mlp.gate.weight", "E W")}
 
 def read(fields: Fields) -> Description:
     """Returns the model of a config of type `qwen3_moe`."""
-    shape = read_shape(fields, kv_heads=4)
-    num = read_experts(fields)
-    picked = fields.size("num_experts_per_tok", 8)
-    if picked > num:
-        fields.refuse("num_experts_per_tok", picked, f"there are {num} experts")
+    shape = read_shape(fields, 32_768, kv_heads=4)
+    num, picked = read_experts(fields, shape, 8)
     refuse_router_losses(fields)
     sizes = shape.sizes | {"M": fields.size("intermediate_size", 6144), "E": num}
     sizes["X"] = fields.size("moe_intermediate_size", 768)
-    window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window") else None
+    window = read_window(fields, 4096) if fields.flag("use_sliding_window") else None
     fields.get("sliding_window")
     if window is None:
         fields.get("max_window_layers")  # says nothing without windows; with them, transformers does not read it
@@ -34,14 +31,15 @@ def read(fields: Fields) -> Description:
         head_size=sizes["D"],
         norm=norms.rms(fields.number("rms_norm_eps", 1e-6)),
         mlp=expert,
-        rope=read_rope(fields, sizes["D"]),
+        rope=read_rope(fields, shape),
         window=window,
         weight_dropout=fields.rate("attention_dropout"),
     )
     sparse = replace(dense, mlp=feedforward.experts(route, expert))
-    step, without = fields.size("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
-    if not isinstance(without, list):
-        fields.refuse("mlp_only_layers", without, "it must list layers")
+    step, without = fields.size("decoder_sparse_step", 1), fields.get("mlp_only_layers")
+    without = [] if without is None else without
+    if not isinstance(without, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in without):
+        fields.refuse("mlp_only_layers", without, "it must list layers by their numbers")
         without = []
     is_sparse = [(index + 1) % step == 0 and index not in without for index in range(shape.layers)]
     ends = transformer.Ends(dense.norm, shape.tied, padding=shape.padding)
@@ -73,9 +71,23 @@ def fused(num: int) -> dict[str, Row]:
     }
 
 
-def read_experts(fields: Fields) -> int:
-    """Returns how many experts there are, by either name of the field."""
-    return fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", 128)
+def read_experts(fields: Fields, shape: Shape, picked: int) -> tuple[int, int]:
+    """Returns how many experts there are, by either name of the field, and how many a row goes to, or else `picked`."""
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    num = fields.size(name, 128, COUNT)
+    if name == "num_experts":
+        fields.only("num_local_experts", (num,), num)
+    if num * shape.layers > MOST_EXPERTS:
+        fields.refuse(name, num, f"in {shape.layers} layers it must be at most {MOST_EXPERTS // shape.layers}")
+        num = 1
+    picked = fields.size("num_experts_per_tok", picked)
+    if picked > num:
+        fields.refuse("num_experts_per_tok", picked, f"there are {num} experts")
+    return num, picked
+
+
+MOST_EXPERTS = 2**17
+"""In all layers: each is a few entries of a table, which is laid out before any tensor is read."""
 
 
 def refuse_router_losses(fields: Fields) -> None:

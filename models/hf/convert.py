@@ -15,6 +15,9 @@ from rpfunc.models.families import Family, Stored, Table, build
 
 EMBEDDING, HEAD = ("embedding",), "lm_head.weight"
 
+COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What parameters may be: floating-point numbers that a layer computes with."""
+
 
 def choose_table(family: Family, tables: Sequence[Table], names: set[str]) -> tuple[Table, dict[str, str]]:
     """Returns the way of storing that these names fit best, and the stored name of each tensor that is a parameter."""
@@ -50,8 +53,8 @@ def to_params(family: Family, tables: Sequence[Table], tensors: Mapping[str, Ten
         tensor, needed = tensors[stored[name]], expected[name].shape
         if tuple(tensor.shape) != needed:
             problems.append(f"{stored[name]} has shape {tuple(tensor.shape)}, the config needs {needed}")
-        elif not tensor.is_floating_point():
-            problems.append(f"{stored[name]} is {tensor.dtype}, floating-point numbers are needed")
+        elif tensor.dtype not in COMPUTED:
+            problems.append(f"{stored[name]} is {tensor.dtype}, {_needed(tensor.dtype)}")
         else:
             leaves.update(zip(expected[name].paths, expected[name].leaves(tensor), strict=True))
     if problems:
@@ -60,33 +63,83 @@ def to_params(family: Family, tables: Sequence[Table], tensors: Mapping[str, Ten
     return params
 
 
-def check_params(table: Table, params: Mapping[str, Any], *, may_lack: bool = False) -> None:
-    """Raises ModelError listing every leaf that is missing (unless it may), unexpected or of another shape."""
+def check_one_dtype(params: Mapping[str, Any], subject: str) -> None:
+    """Raises CheckpointError where leaves that are multiplied with each other differ in dtype; norms may be wider."""
+    held: dict[torch.dtype, list[str]] = {}
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if not any(part in NORMS for part in path.split(".")):
+            held.setdefault(leaf.dtype, []).append(path)
+    if len(held) > 1:
+        shown = [f"{len(paths)} leaves are {dtype}, {paths[0]} among them" for dtype, paths in held.items()]
+        raise CheckpointError.listing(
+            f"{subject}: one layer cannot compute with several dtypes (only norms may be wider); give one, as in "
+            "load(..., dtype=torch.float32)",
+            sorted(shown),
+        )
+
+
+NORMS = ("norm", "norm_after", "query_norm", "key_norm")
+"""Parts of a leaf's path that say that it is a norm's."""
+
+
+def check_params(table: Table, params: Any, *, may_be_none: bool = False) -> None:
+    """Raises ModelError listing every leaf that is missing, unexpected, of another shape or of other numbers.
+
+    may_be_none  leaves, and whole subtrees, may be None; left out they are missing all the same
+    """
+    subject = "params or gradients do not fit the config"
+    if not isinstance(params, Mapping):
+        raise ModelError(f"{subject}: they are a {type(params).__name__}, a dict as load gives is needed")
     found = dict(zip(tree.paths(dict(params)), tree.leaves(dict(params)), strict=True))
-    needed = {
-        _dotted(path): shape for stored in table for path, shape in zip(stored.paths, stored.leaf_shapes(), strict=True)
-    }
-    missing = set() if may_lack else needed.keys() - found.keys()
-    problems = [f"leaf {path} is missing" for path in missing]
-    problems += [f"leaf {path} is unexpected" for path in found.keys() - needed.keys()]
-    for path in needed.keys() & found.keys():
-        leaf = found[path]
-        shown = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        if shown != f"shape {needed[path]}":
-            problems.append(f"leaf {path} has {shown}, the config needs shape {needed[path]}")
+    problems, needed = [], set()
+    for path, shape in (each for stored in table for each in zip(stored.paths, stored.leaf_shapes(), strict=True)):
+        name = _dotted(path)
+        needed.add(name)
+        if name in found:
+            problems += [f"leaf {name} {problem}" for problem in _misfits(found[name], shape)]
+        elif not (may_be_none and _is_none(params, path)):
+            problems.append(f"leaf {name} is missing")
+    problems += [f"leaf {name} is unexpected" for name in found.keys() - needed]
     if problems:
-        raise ModelError.listing("params or gradients do not fit the config", sorted(problems))
+        raise ModelError.listing(subject, sorted(problems))
 
 
 def leaves_of(stored: Stored, params: Mapping[str, Any]) -> list[Any]:
-    """Returns the leaves that a stored tensor holds, None where `params` has None."""
-    found = []
-    for path in stored.paths:
-        below: Any = params
-        for step in path:
-            below = None if below is None else below[step]
-        found.append(below)
-    return found
+    """Returns the leaves that a stored tensor holds, None where `params`, checked before, has None."""
+    return [_below(params, path) for path in stored.paths]
+
+
+def _below(params: Any, path: tuple[str | int, ...]) -> Any:
+    """Returns what lies at the path: None where that, or something above it, is None."""
+    for step in path:
+        params = None if params is None else params[step]
+    return params
+
+
+def _is_none(params: Any, path: tuple[str | int, ...]) -> bool:
+    try:
+        return _below(params, path) is None
+    except (KeyError, IndexError, TypeError):
+        return False
+
+
+def _misfits(leaf: Any, shape: tuple[int, ...]) -> list[str]:
+    if not isinstance(leaf, Tensor):
+        return [f"has a {type(leaf).__name__}, the config needs shape {shape}"]
+    problems = []
+    if tuple(leaf.shape) != shape:
+        problems.append(f"has shape {tuple(leaf.shape)}, the config needs shape {shape}")
+    if leaf.dtype not in COMPUTED:
+        problems.append(f"is {leaf.dtype}, {_needed(leaf.dtype)}")
+    if leaf.is_meta:
+        problems.append("has no numbers: it is on the device 'meta'")
+    return problems
+
+
+def _needed(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "at least 16 bits are needed; let transformers widen and save them, with the scales that they may have"
+    return "floating-point numbers are needed"
 
 
 def _dotted(path: tuple[str | int, ...]) -> str:

@@ -28,7 +28,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder}: has no {CONFIG}; a model folder is needed") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"checkpoint {path}: holds a {type(config).__name__}, needs an object of fields")
@@ -65,7 +65,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         raise CheckpointError(f"checkpoint {folder}: has neither {SINGLE} nor {INDEX}{hint}")
     try:
         places = json.loads((folder / INDEX).read_text())["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder / INDEX}: is no index of weights ({error!r})") from error
     files: dict[str, set[str] | None] = {}
     for name, file in places:
@@ -87,11 +87,18 @@ class Pending(NamedTuple):
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Iterable[Pending], shard_bytes: int) -> None:
-    """Writes a checkpoint; each file beside its place, then renamed. Holds one file's tensors at a time."""
+    """Writes a checkpoint; each file beside its place, then renamed. Holds one file's tensors at a time.
+
+    Raises CheckpointError where a file cannot be written; what is in the way is found before any is.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        before = [path for path in folder.iterdir() if path.name == CONFIG or _SHARD.fullmatch(path.name)]
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written ({error})") from error
+    problems = [f"{path.name} is a folder, where a file belongs; move it away" for path in before if path.is_dir()]
+    if problems:
+        raise CheckpointError.listing(f"checkpoint {folder}", sorted(problems))
     shards: list[list[Pending]] = [[]]
     for pending in tensors:
         if shards[-1] and sum(each.num_bytes for each in shards[-1]) + pending.num_bytes > shard_bytes:
@@ -110,9 +117,9 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Iterable[Pending], s
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
         written.add(INDEX)
     _write_json(folder / CONFIG, config)
-    for path in folder.iterdir():  # of a checkpoint that was here before: readers would take them for this one's
-        if _SHARD.fullmatch(path.name) and path.name not in written:
-            path.unlink()
+    for path in before:  # readers would take them for this checkpoint's
+        if path.name not in {CONFIG, *written}:
+            path.unlink(missing_ok=True)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -51,6 +51,6 @@ def read_module(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Modu
         module: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, quantization_config=transformers.GgufConfig(dequantize=True), **how
         )
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(f"checkpoint {path}: transformers cannot read it ({error})") from error
+    except Exception as error:  # reading a broken file may raise anything: struct.error, KeyError, MemoryError ...
+        raise CheckpointError(f"checkpoint {path}: transformers cannot read it ({error!r})") from error
     return module

@@ -18,25 +18,27 @@ class PretrainedModel(Model):
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-def from_config(config: Mapping[str, Any], *, ignore: Collection[str] = ()) -> PretrainedModel:
-    """Returns the model that a config describes; its parameters come from a checkpoint, or from elsewhere.
+def from_config(config: Any, *, ignore: Collection[str] = ()) -> PretrainedModel:
+    """Returns the model that a config describes: what config.json holds, or a config object of transformers.
 
+    Its parameters come from a checkpoint, or from elsewhere.
     Raises ModelError listing every field that is missing, unknown or has a value that is not supported; those in
     `ignore` are not looked at. To untie a head: from_config({**model.config, "tie_word_embeddings": False}).
     """
+    config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     return PretrainedModel(describe(config, ignore).layers, dict(config))
 
 
-def describe(config: Mapping[str, Any], ignore: Collection[str] = ()) -> Description:
+def describe(config: Any, ignore: Any = ()) -> Description:
     """Returns the layers that a config means, and how checkpoints store them."""
+    if not isinstance(config, Mapping):
+        raise ModelError(f"config: is a {type(config).__name__}, needs a dict of fields, or a config of transformers")
+    if isinstance(ignore, str) or not isinstance(ignore, Collection):
+        raise ModelError(f"ignore: is {ignore!r}, needs a list of config fields")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(f"config: model_type is {kind!r}; supported is one of {sorted(FAMILIES)}")
     fields = Fields(config, ignore)
-    try:
-        description = FAMILIES[kind].read(fields)
-    except (ModelError, ArithmeticError):
-        if not fields.problems:
-            raise
+    description = FAMILIES[kind].read(fields)
     fields.finish(f"config ({kind})")
     return description

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -53,6 +54,9 @@ class SimulateOptions:
         unknown = [name for name in self.names if name not in SCHEDULES]
         if unknown:
             problems.append(f"schedule: there is no {', '.join(unknown)}, there are all, {', '.join(SCHEDULES)}")
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            problems.append(f"schedule: {', '.join(twice)} stands there more than once")
         if problems:
             raise OptionsError.listing("simulate", problems)
 

@@ -3,22 +3,25 @@
 from rpfunc.plan.bounds import lower_bound, rule_time
 from rpfunc.plan.choose import Choice, choose_streaming
 from rpfunc.plan.classic import classic_partition
-from rpfunc.plan.costs import LayerCost, StageCost, StageCosts, slot_bytes, stage_costs, uniform_costs
+from rpfunc.plan.costs import LayerCost, StageCost, StageCosts, stage_costs, uniform_costs
+from rpfunc.plan.costs_json import load_costs, save_costs
 from rpfunc.plan.decoders import DECODERS, DecoderShape, decoder_costs, decoder_shape, unit_costs
 from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.plan.held import Ahead, worker_bytes
 from rpfunc.plan.joint import joint_costs, joint_slots
 from rpfunc.plan.partition import partition, partition_jointly
 from rpfunc.plan.plan import Plan, Span
 from rpfunc.plan.plan_json import plan_from_json, plan_to_json
 from rpfunc.plan.predict import max_sequence, memory
 from rpfunc.plan.presets import Machine, adam_update_s, machine
-from rpfunc.plan.profile import drift, load_costs, profile_costs, save_costs
+from rpfunc.plan.profile import drift, profile_costs
 from rpfunc.plan.roofline import Roofline, decoder_roofline, roofline, roofline_table
 
 __all__ = [
     "COMPUTE_ONLY",
     "DECODERS",
+    "Ahead",
     "Choice",
     "DecoderShape",
     "Hardware",
@@ -53,8 +56,8 @@ __all__ = [
     "roofline_table",
     "rule_time",
     "save_costs",
-    "slot_bytes",
     "stage_costs",
     "uniform_costs",
     "unit_costs",
+    "worker_bytes",
 ]

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from rpfunc.errors import PlanError
+from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, layer_costs
 from rpfunc.plan.filling import Line, smallest_bound
 from rpfunc.plan.plan import Plan
@@ -21,8 +22,8 @@ Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 def classic_partition(costs: Sequence[LayerCost | float], stages: int, workers: int | None = None) -> Plan:
     """Returns the plan of so many stages whose busiest worker has the least to do, forward and backward together.
 
-    workers  that the stages go round, stage s on worker s mod workers, as looped and interleaved schedules have it;
-             None: as many as stages (gpipe, 1F1B)
+    workers  that the stages go round, stage s on worker s mod workers, as looped and interleaved schedules have it
+             (of which interleaved ones need a multiple of the workers); None: as many as stages (gpipe, 1F1B)
 
     Exact where each worker has one stage. Else a local optimum: no run of cuts can move by one layer and leave the
     workers' loads, sorted from the largest on, smaller. That is the optimum where all layers but the first and the last
@@ -84,7 +85,9 @@ def _descend(sums: Sequence[float], cuts: list[int], workers: int) -> list[int]:
 
 def _loads(sums: Times, cuts: Cuts, workers: int) -> Times:
     """Returns for each row of cuts what the workers have to do, in descending order."""
-    times = np.diff(sums[cuts]).reshape(len(cuts), -1, workers)
+    times = np.diff(sums[cuts])
+    rest = -times.shape[1] % workers
+    times = np.pad(times, [(0, 0), (0, rest)]).reshape(len(cuts), -1, workers)
     return np.asarray(-np.sort(-times.sum(axis=1)))
 
 
@@ -92,7 +95,6 @@ def _check(num_layers: int, stages: int, workers: int) -> None:
     problems = []
     if not 1 <= stages <= num_layers:
         problems.append(f"stages is {stages}, it must be from 1 to the number of layers, {num_layers}")
-    if workers < 1 or stages % workers:
-        problems.append(f"workers is {workers}, it must divide the number of stages, {stages}")
+    problems += count_problems({"workers": workers})
     if problems:
         raise PlanError.listing("classic_partition", problems)

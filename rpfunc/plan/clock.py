@@ -10,10 +10,11 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from rpfunc.plan.costs import StageCost
+from rpfunc.plan.costs import StageCost, StageCosts
 from rpfunc.plan.deal import Deal, Pass, least_time, passes
 from rpfunc.plan.filling import ROUNDING
 from rpfunc.plan.hardware import Hardware
+from rpfunc.schedule.peaks import peak_bytes
 from rpfunc.schedule.simulate import simulate
 from rpfunc.schedule.steady import steady_state
 
@@ -24,11 +25,20 @@ MOST_TASKS = 2 * 10**5
 """Tasks of all iterations that are simulated, unless eight iterations have more."""
 
 
+ITERATIONS_HELD = 4
+"""Joined iterations that are simulated for the bytes on workers: what gathers has gone before the second next one."""
+
+
 class Candidate(NamedTuple):
     """A deal, and what its slots cost."""
 
     deal: Deal
     slots: Sequence[StageCost]
+
+    @property
+    def costs(self) -> StageCosts:
+        """The costs, by (kind, stage)."""
+        return dict(zip(self.deal.plan.slots, self.slots, strict=True))
 
     @property
     def moved(self) -> float:
@@ -64,6 +74,14 @@ class Timed(NamedTuple):
     candidate: Candidate
 
 
+class Simulated(NamedTuple):
+    """A candidate, its time, and the most bytes that it has on a worker."""
+
+    time: float
+    peak: float
+    candidate: Candidate
+
+
 @dataclass(frozen=True)
 class Clock:
     """How long an iteration takes: a single one, or, where they are joined, one of many."""
@@ -89,29 +107,53 @@ class Clock:
             insort(found, Timed(time, candidate.moved, place, candidate))
         return found[:number]
 
-    def exactly_fastest(self, candidates: Iterable[Candidate]) -> tuple[float, Candidate]:
-        """Returns the least time by simulation, with all transfers, and whose it is; of equals the first.
+    def exactly_fastest(self, candidates: Iterable[Candidate]) -> Simulated:
+        """Returns of those that keep the memory the first with the least time by simulation, with all transfers.
 
         Goes by what they take without transfers, where a single iteration begins once its first parameters are there;
-        until that is beyond the best time found.
+        until that is beyond the best time found. If none keeps the memory: the one whose peak is the lowest.
         """
         bounded = []
         for candidate in candidates:
             least = self._time(candidate, [slot.time for slot in candidate.slots])
             first = candidate.slots[0].parameter_bytes / self.hardware.upload
             bounded.append((_rounded(least if self.joined else least + first), candidate))
-        best, fastest = math.inf, bounded[0][1]
+        best: Simulated | None = None
+        lowest: Simulated | None = None
         for least, candidate in sorted(bounded, key=lambda bound: bound[0]):
-            if least * (1 + 8 * ROUNDING) >= best:
+            if best and least * (1 + 8 * ROUNDING) >= best.time:
                 break
             time = self._exact(candidate)
-            if time * (1 + 8 * ROUNDING) < best:
-                best, fastest = time, candidate
-        return best, fastest
+            if best is None or time * (1 + 8 * ROUNDING) < best.time:
+                found = Simulated(time, self.peak(candidate), candidate)
+                if found.peak <= self.hardware.memory_bytes:
+                    best = found
+                elif lowest is None or found.peak < lowest.peak:
+                    lowest = found
+        chosen = best or lowest
+        assert chosen is not None, "needs at least one candidate"
+        return chosen
+
+    def simulated(self, candidate: Candidate) -> Simulated:
+        """Returns a candidate with its time and peak."""
+        return Simulated(self._exact(candidate), self.peak(candidate), candidate)
+
+    def peak(self, candidate: Candidate) -> float:
+        """Returns the most bytes on a worker by simulation, in four iterations where they are joined.
+
+        0 where memory is not limited, or where transfers take no time: then `worker_bytes` is known not to be passed.
+        """
+        if self.hardware.memory_bytes == math.inf or not self.hardware.transfers_cost:
+            return 0.0
+        deal, costs = candidate.deal, candidate.costs
+        num_iterations = ITERATIONS_HELD if self.joined else 1
+        work = deal.workload(self.microbatches, num_iterations=num_iterations, staleness=self.staleness)
+        schedule = deal.schedule(work, self.workers)
+        return max(peak_bytes(simulate(schedule, costs, self.hardware, work), schedule, costs, work))
 
     def _exact(self, candidate: Candidate) -> float:
         """Returns the time by simulation, with all transfers."""
-        deal, costs = candidate.deal, dict(zip(candidate.deal.plan.slots, candidate.slots, strict=True))
+        deal, costs = candidate.deal, candidate.costs
         work = deal.workload(self.microbatches, staleness=self.staleness)
         generate = partial(deal.schedule, num_workers=self.workers)
         if not self.joined:

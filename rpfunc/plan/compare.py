@@ -7,9 +7,10 @@ from functools import cache
 from typing import NamedTuple
 
 from rpfunc.errors import OptionsError
-from rpfunc.plan.contiguous import Pipeline, fastest_plans
+from rpfunc.plan.contiguous import Candidate, Pipeline, fastest_plans
 from rpfunc.plan.costs import LayerCost, StageCosts, stage_costs
 from rpfunc.plan.deal import Deal
+from rpfunc.plan.filling import ROUNDING
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
 from rpfunc.plan.plan import Plan
 from rpfunc.plan.search import Found, Space
@@ -28,7 +29,7 @@ from rpfunc.schedule.zero_bubble import halve, zb_h1, zb_v
 Generator = Callable[[Workload, int], Schedule]
 
 RESIDENT = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v")
-"""Schedules whose parameters stay on their worker, and are not moved."""
+"""Schedules whose stages stay on their worker, with all that it has."""
 
 DEALT = ("round_robin", "split_dispatch", "greedy")
 """Schedules that may join iterations, one update late: any worker runs any stage."""
@@ -73,10 +74,11 @@ def compare(
 ) -> Iterator[Compared]:
     """Yields each schedule, with the best plan that is known for it, simulated.
 
-    Classic pipelines have the fastest contiguous partition that `fastest_plans` finds; interleaved and looped ones as
-    many stages a worker, up to 12, as is fastest. Dealt ones have the plan that `search` finds for one iteration, with
-    at least as many slots as workers (greedy that of split_dispatch), and for their steady state the one that it finds
-    for joined iterations. Raises OptionsError for unknown names, and what `search` raises.
+    Classic pipelines have the fastest contiguous partition that `fastest_plans` finds among those that fit the
+    hardware's memory; of all if none of them fits. Interleaved and looped ones have as many stages a worker, up to 12,
+    as is fastest, looped ones also a stage for each layer. Dealt ones have the plan that `search` finds for one
+    iteration, with at least as many slots as workers (greedy that of split_dispatch), and for their steady state the
+    one that it finds for joined iterations. Raises OptionsError for unknown names, and what `search` raises.
     """
     unknown = [name for name in names if name not in SCHEDULES]
     if unknown:
@@ -87,14 +89,15 @@ def compare(
         if name in DEALT:
             yield _dealt(name, layers, workers, microbatches, hardware, search)
         else:
-            counts = [count for count in _stage_counts(name, workers) if count <= len(layers)]
+            counts = _stage_counts(name, workers, len(layers))
             yield from [_classic(name, layers, workers, microbatches, hardware, counts)] if counts else []
 
 
-def _stage_counts(name: str, workers: int) -> Sequence[int]:
-    if name in ("interleaved", "looped_bfs"):
-        return [workers * times for times in range(2 if name == "interleaved" else 1, 13)]
-    return [2 * workers] if name == "zb_v" else [workers]
+def _stage_counts(name: str, workers: int, num_layers: int) -> list[int]:
+    rounds = {"interleaved": range(2, 13), "looped_bfs": range(1, 13), "zb_v": [2]}.get(name, [1])
+    counts = [workers * times for times in rounds if workers * times <= num_layers]
+    # the last moves whole layers, which takes the least memory
+    return sorted({*counts, num_layers}) if name == "looped_bfs" and counts else counts
 
 
 def _classic(
@@ -116,12 +119,30 @@ def _classic(
     pipelines = [
         Pipeline(generate, count, workers, microbatches, hardware, resident=name in RESIDENT) for count in counts
     ]
-    runs = []
-    # without transfers the first is known to be the fastest found
-    for _, plan in fastest_plans(layers, pipelines)[: 3 if hardware.transfers_cost else 1]:
-        schedule, work = generate(Workload(plan.slots, microbatches), workers)
-        runs.append(_simulated(name, Deal(plan, (1,) * len(plan.slots)), work, schedule, layers, hardware))
-    return _reported(min(runs, key=lambda run: run.timeline.makespan_s), hardware)
+
+    def best(found: Sequence[Candidate], allowed: Callable[[Compared], bool]) -> Compared | None:
+        chosen = None
+        for over, time, plan in found:
+            if chosen is not None and (over or time >= chosen.report.makespan * (1 - ROUNDING)):
+                break  # transfers that wait for each other only make it longer
+            schedule, work = generate(Workload(plan.slots, microbatches), workers)
+            row = _simulated(name, Deal(plan, (1,) * len(plan.slots)), work, schedule, layers, hardware)
+            if allowed(row) and (chosen is None or row.report.makespan < chosen.report.makespan):
+                chosen = row
+        return chosen
+
+    fastest = best(fastest_plans(layers, pipelines), lambda row: True)
+    assert fastest is not None
+    if not fastest.report.over_memory or _never_fits(name, layers, workers, hardware.memory_bytes):
+        return fastest
+    limited = fastest_plans(layers, pipelines, hardware.memory_bytes)
+    return best(limited, lambda row: not row.report.over_memory) or fastest
+
+
+def _never_fits(name: str, layers: Sequence[LayerCost], workers: int, memory: float) -> bool:
+    """Returns whether parameters and gradients alone are too many for any plan."""
+    sizes = [layer.parameter_bytes + layer.gradient_bytes for layer in layers]
+    return max(sizes) > memory or (name in RESIDENT and sum(sizes) > workers * memory)
 
 
 def _dealt(
@@ -137,7 +158,7 @@ def _dealt(
     work = once.workload(microbatches)
     costs = stage_costs(once.plan, layers)
     schedule = greedy(work, workers, costs) if name == "greedy" else once.schedule(work, workers)
-    row = _reported(_simulated(name, once, work, schedule, layers, hardware), hardware)
+    row = _simulated(name, once, work, schedule, layers, hardware)
     if name == "greedy":
         return row
     joined = search(staleness=1, joined=True, split=split)
@@ -147,30 +168,10 @@ def _dealt(
     return row._replace(steady_bubble=bubble, steady_time=joined.time, steady_deal=joined.deal)
 
 
-class _Run(NamedTuple):
-    """The first fields of `Compared`."""
-
-    name: str
-    deal: Deal
-    work: Workload
-    costs: StageCosts
-    schedule: Schedule
-    timeline: Timeline
-
-
 def _simulated(
     name: str, deal: Deal, work: Workload, schedule: Schedule, layers: Sequence[LayerCost], hardware: Hardware
-) -> _Run:
+) -> Compared:
     costs = stage_costs(deal.plan, layers)
-    moving = (
-        {slot: cost._replace(parameter_bytes=0.0, gradient_bytes=0.0) for slot, cost in costs.items()}
-        if name in RESIDENT
-        else costs
-    )
-    return _Run(name, deal, work, costs, schedule, simulate(schedule, moving, hardware, work))
-
-
-def _reported(run: _Run, hardware: Hardware) -> Compared:
-    resident = run.name in RESIDENT
-    found = report(run.timeline, run.schedule, run.costs, hardware, run.work, resident=resident)
-    return Compared(*run, found, None, None, None)
+    timeline = simulate(schedule, costs, hardware, work, resident=name in RESIDENT)
+    found = report(timeline, schedule, costs, hardware, work)
+    return Compared(name, deal, work, costs, schedule, timeline, found, None, None, None)

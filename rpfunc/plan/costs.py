@@ -124,15 +124,6 @@ class StageCost(_Numbers):
         return cls(*iterable)  # what `_replace` makes is checked as well
 
 
-def slot_bytes(cost: StageCost) -> float:
-    """Returns the bytes that a slot takes on its worker: parameters twice, gradients, and what is live meanwhile.
-
-    Parameters count twice since those of the worker's next slot arrive while this one's are in use, and the slots of a
-    good plan are alike. Activations on their way are not part of it.
-    """
-    return 2 * cost.parameter_bytes + cost.gradient_bytes + cost.working_bytes
-
-
 StageCosts = Mapping[tuple[str, int], StageCost]
 """By (kind, stage), for every kind that a stage may be run as: F, X, B and its parts I and W."""
 

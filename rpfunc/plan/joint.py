@@ -43,5 +43,10 @@ def _firsts(plans: Sequence[Plan]) -> list[int]:
     """Returns the number of each plan's first stage."""
     if not plans:
         raise PlanError("joint plan: has no plan, needs at least one")
+    problems = [
+        f"plan {number} has no stage, needs at least one" for number, plan in enumerate(plans) if not plan.slots
+    ]
+    if problems:
+        raise PlanError.listing("joint plan", problems)
     stages = [1 + max(stage for _, stage in plan.slots) for plan in plans]
     return list(accumulate(stages[:-1], initial=0))

@@ -125,26 +125,35 @@ class Plan:
         return span
 
     def check(self, num_layers: int, *, trained: bool = True) -> None:
-        """Raises PlanError listing every layer that a kind of stage misses, repeats or has out of order.
+        """Raises PlanError listing all `faults`."""
+        problems = self.faults(num_layers, trained=trained)
+        if problems:
+            raise PlanError.listing(f"plan '{self}'", problems)
+
+    def faults(self, num_layers: int, *, trained: bool = True) -> list[str]:
+        """Returns, in words, every layer that a kind of stage misses, repeats or has out of order.
 
         A model that is not trained may go without backward stages.
         """
-        problems = []
         turn = (self.fused,) if self.fused else ()
         directions = {"forward": self.forward + turn, "backward": self.backward + turn}
         if not trained and not directions["backward"]:
             del directions["backward"]
-        for kind, spans in directions.items():
-            place = 0
-            for span in spans:
-                if span.start != place:
-                    verb = "leaves out" if span.start > place else "repeats"
-                    low, high = sorted((place, span.start))
-                    problems.append(f"{kind} {verb} layers {low}:{high} before {span}")
-                if span.stop <= span.start:
-                    problems.append(f"{kind} has the empty stage {span}")
-                place = span.stop
-            if place != num_layers:
-                problems.append(f"{kind} ends at layer {place}, the model has {num_layers} layers")
-        if problems:
-            raise PlanError.listing(f"plan '{self}'", problems)
+        return [fault for kind, spans in directions.items() for fault in span_faults(kind, spans, num_layers)]
+
+
+def span_faults(kind: str, spans: Sequence[Span], num_layers: int | None = None) -> list[str]:
+    """Returns, in words, what spans of a kind leave out, repeat or have out of order, up to `num_layers` if given."""
+    problems = []
+    place = 0
+    for span in spans:
+        if span.start != place:
+            verb = "leaves out" if span.start > place else "repeats"
+            low, high = sorted((place, span.start))
+            problems.append(f"{kind} {verb} layers {low}:{high} before {span}")
+        if span.stop <= span.start:
+            problems.append(f"{kind} has the empty stage {span}")
+        place = span.stop
+    if num_layers not in (place, None):
+        problems.append(f"{kind} ends at layer {place}, the model has {num_layers} layers")
+    return problems

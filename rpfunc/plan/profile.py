@@ -1,15 +1,12 @@
-"""Costs measured by running: from a timeline to layer costs, to a file and back, and whether they still hold."""
+"""Costs measured by running: from a timeline to layer costs, and whether they still hold."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 from rpfunc.errors import PlanError
-from rpfunc.files import replace_file
-from rpfunc.plan.checks import size_problems
 from rpfunc.plan.costs import TIMES, LayerCost, stage_costs
 from rpfunc.plan.plan import Plan
 from rpfunc.schedule.timeline import Timeline
@@ -18,8 +15,9 @@ from rpfunc.schedule.timeline import Timeline
 def profile_costs(timeline: Timeline, plan: Plan, sizes: Sequence[LayerCost] | None = None) -> list[LayerCost]:
     """Returns layer costs measured by a run of stages of one layer each: medians over its microbatches.
 
-    What did not run is told by what did: a forward takes a third of a fused pass, a backward as long as a fused pass,
-    its halves, or three forwards, and its input gradient two thirds of it.
+    A profile states what the runtime takes. Its I and W each run the whole backward, so a backward that ran in halves
+    alone takes as long as the longer half, and a half that did not run as long as the backward. What else did not run
+    is told by what did: a forward takes a third of a fused pass, a backward as long as a fused pass, or three forwards.
     sizes  costs whose bytes are taken over; None: nothing has a size
     Unit: the timeline's, seconds for a real run. Raises PlanError listing stages of more than one layer, and layers
     that never ran.
@@ -76,43 +74,6 @@ def drift(costs: Sequence[LayerCost], timeline: Timeline, plan: Plan) -> float:
     return max(abs(measured[slot] / scale - time) for slot, time in predicted.items()) / slowest if scale else 0.0
 
 
-def save_costs(path: str | Path, costs: Sequence[LayerCost]) -> None:
-    """Writes layer costs as JSON: a list of objects with the fields of `LayerCost`. Written beside, then renamed."""
-    import msgspec  # here, since it takes a while and few runs read or write costs
-
-    text = msgspec.json.format(msgspec.json.encode([asdict(cost) for cost in costs])) + b"\n"
-    replace_file(Path(path), lambda beside: beside.write_bytes(text))
-
-
-def load_costs(path: str | Path) -> list[LayerCost]:
-    """Returns what `save_costs` wrote, or somebody by hand; sizes may be left out.
-
-    Raises PlanError for a file that cannot be read or is no such list, listing every layer's faults.
-    """
-    import msgspec
-
-    try:
-        layers = msgspec.json.decode(Path(path).read_bytes(), type=list[dict[str, float]])
-    except OSError as error:
-        raise PlanError(f"costs in {path}: cannot read it: {error.strerror}") from error
-    except ValueError as error:  # no JSON, not UTF-8, or something else than numbers
-        raise PlanError(f"costs in {path}: {error}; needs a list of layers, each an object of numbers") from error
-    known = {field.name: field.default is MISSING for field in fields(LayerCost)}
-    problems = [
-        f"layer {index} {verb} {name!r}"
-        for index, layer in enumerate(layers)
-        for verb, names in (
-            ("has the unknown field", layer.keys() - known.keys()),
-            ("lacks", {name for name, needed in known.items() if needed} - layer.keys()),
-        )
-        for name in sorted(names)
-    ]
-    problems += [f"layer {index}: {problem}" for index, layer in enumerate(layers) for problem in size_problems(layer)]
-    if problems:
-        raise PlanError.listing(f"costs in {path}", problems)
-    return [LayerCost(**layer) for layer in layers]
-
-
 def _slot_times(timeline: Timeline) -> dict[tuple[str, int], float]:
     """Returns the median time of each kind and stage over its microbatches, of two in the middle the shorter."""
     times = defaultdict(list)
@@ -124,7 +85,7 @@ def _slot_times(timeline: Timeline) -> dict[tuple[str, int], float]:
 
 def _layer_cost(times: Mapping[str, float]) -> LayerCost:
     forward = times["F"] if "F" in times else times["X"] / 3
-    halves = times["I"] + times["W"] if {"I", "W"} <= times.keys() else 3 * forward
-    backward = times.get("B", times.get("X", halves))
-    fused = times.get("X", backward)
-    return LayerCost(forward, backward, fused, times.get("I", 2 * backward / 3), times.get("W", backward / 3))
+    halves = [times[kind] for kind in "IW" if kind in times]
+    whole = max(halves, default=times.get("X", 3 * forward))
+    backward = times.get("B", whole)
+    return LayerCost(forward, backward, times.get("X", backward), times.get("I", backward), times.get("W", backward))

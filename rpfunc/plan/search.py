@@ -11,12 +11,13 @@ from itertools import chain
 from rpfunc.errors import PlanError
 from rpfunc.plan.bounds import lower_bound
 from rpfunc.plan.candidates import balanced_plans, deals, every_plan, neighbours
-from rpfunc.plan.checks import count_problems, shown
-from rpfunc.plan.clock import Candidate, Clock
-from rpfunc.plan.costs import LayerCost, StageCost, layer_costs, slot_bytes, slot_costs_of
+from rpfunc.plan.checks import count_problems, is_whole, shown
+from rpfunc.plan.clock import Candidate, Clock, Simulated
+from rpfunc.plan.costs import LayerCost, StageCost, layer_costs, slot_costs_of
 from rpfunc.plan.deal import Deal
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
-from rpfunc.plan.partition import partition
+from rpfunc.plan.held import Ahead, most_worker_bytes, worker_bytes
+from rpfunc.plan.partition import Models
 from rpfunc.plan.plan import Plan
 
 FEW_LAYERS = 8
@@ -24,6 +25,9 @@ FEW_LAYERS = 8
 
 FINALISTS = 15
 """Deals that are simulated with all transfers, where these take time."""
+
+LIMITS = 3
+"""How often plans are looked for, each time held to less, where transfers that fall behind fill the memory."""
 
 MOST_LAYERS, MOST_DEALT = 2_000, 10**5
 """Layers, and layers times workers or microbatches: more would take hours."""
@@ -67,9 +71,14 @@ def search(
     Tries balanced stages in every number that may pay, and the published rule's plan; without `split` every plan of
     models of up to 8 layers; then moves cuts by a layer where that helps. A deal is timed only if no more than a few
     are known to be faster than it can be. Of deals that take the same time, the one that moves the fewest bytes. With
-    hardware on which transfers take time, the best few are simulated with them. Stages that pass the hardware's memory
-    are left out. Never worse than the rule's plan, where that has as many slots as asked for.
-    Cost: up to 3 s for 94 layers, 8 workers, 16 microbatches. Raises PlanError as `partition` does. Source: own.
+    hardware on which transfers take time, the best few are simulated with them.
+
+    Under a limit, what comes out is held to `worker_bytes`, and where transfers take time to the simulated peak (of
+    four iterations, if joined): links that do not keep up hold more. Where all of the best few pass the limit, plans
+    are held to less; in the end each slot has one layer, or the only slot all.
+    Never worse than the rule's plan, where that has as many slots as asked for and keeps the memory.
+    Cost: up to 3 s for 94 layers, 8 workers, 16 microbatches. Raises PlanError for what cannot be; if memory does not
+    do, naming each layer that alone passes it, and a limit that would do. Source: own.
 
     >>> found = search([1.0] * 8 + [2.0], workers=2, microbatches=4, split=False)
     >>> found.deal.ways == (1,) * len(found.deal.plan.slots), found.time >= found.lower_bound
@@ -105,26 +114,63 @@ class Space:
 
     def search(self, staleness: int = 0, *, joined: bool = False, split: bool = True) -> Found:
         """Returns what `search` finds here."""
-        if staleness not in (0, 1):
+        if not is_whole(staleness) or staleness not in (0, 1):
             raise PlanError(f"search: staleness is {shown(staleness)}, it must be 0 or 1")
         clock = Clock(self.workers, self.microbatches, self.hardware, staleness, joined)
+        blocks = self.microbatches if split else 1
+        bound = lower_bound(self._layers, self.workers, self.microbatches, num_blocks=blocks, staleness=staleness)
+        time, _, chosen = self._fastest(clock, split)
+        return Found(chosen.deal, time, bound)
+
+    def _fastest(self, clock: Clock, split: bool) -> Simulated:
+        """Returns the fastest found that keeps the memory. Where links do not keep up, plans are held to less."""
+        memory, models = self.hardware.memory_bytes, self._models(clock.joined)
+        if memory == math.inf:
+            return clock.exactly_fastest(self._finalists(clock, split, memory))
+        least = models.bytes_of(models.smallest)
+        limit, step = memory, 0.0
+        for _ in range(LIMITS):
+            if limit < least:
+                break
+            found = clock.exactly_fastest(self._finalists(clock, split, limit))
+            if found.peak <= memory:
+                return found
+            step = max(found.peak - memory, 2 * step)
+            limit -= step
+        found = clock.simulated(self._once(*models.smallest))
+        if max(least, found.peak) > memory:
+            raise models.too_little(memory, "search", max(least, found.peak))
+        return found
+
+    def _finalists(self, clock: Clock, split: bool, limit: float) -> list[Candidate]:
+        """Returns those that are worth being simulated, the fastest first; the one alone if transfers take no time."""
+        (rule,) = self._models(clock.joined).within(limit)
+
+        def fits(candidate: Candidate) -> bool:
+            return self._fits(candidate, clock.joined, limit)
+
+        def allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
+            """Returns the rule's plan and others, if they fit and have enough slots; the rule's if none has."""
+            others = (each for each in candidates if each.deal.plan != rule and fits(each))
+            first, least = self._once(rule), min(self.least_slots, 2 * len(self._layers) - 1)
+            return [each for each in chain([first], others) if len(each.slots) >= least] or [first]
+
+        balanced = allowed(self._balanced)
         number = FINALISTS if self.hardware.transfers_cost else 1
         if split:
-            found = clock.fastest(chain.from_iterable(map(self._dealings, self._balanced)), number)
+            dealt = chain.from_iterable(self._dealings(each, clock.joined, limit) for each in balanced)
+            found = clock.fastest(dealt, number)
         else:
-            found = clock.fastest(self._every if len(self._layers) <= FEW_LAYERS else self._balanced, number)
+            found = clock.fastest(allowed(self._every) if len(self._layers) <= FEW_LAYERS else balanced, number)
         for _ in range(STEPS):
             moved = (Candidate(deal, self._slot_costs(deal.plan)) for deal in neighbours(found[0].candidate.deal))
-            (best,) = clock.fastest(filter(self._fits, moved), 1, known=found[:1])
+            (best,) = clock.fastest(filter(fits, moved), 1, known=found[:1])
             if best == found[0]:
                 break
             found = [best, *found][:number]
         # the first that is balanced is the rule's plan, if it has enough slots
-        finalists = [*(each.candidate for each in found), *self._balanced[:1]]
-        time, chosen = clock.exactly_fastest(finalists[: None if self.hardware.transfers_cost else 1])
-        blocks = self.microbatches if split else 1
-        bound = lower_bound(self._layers, self.workers, self.microbatches, num_blocks=blocks, staleness=staleness)
-        return Found(chosen.deal, time, bound)
+        finalists = [*(each.candidate for each in found), *balanced[:1]]
+        return finalists[: None if self.hardware.transfers_cost else 1]
 
     @cached_property
     def _layers(self) -> list[LayerCost]:
@@ -135,33 +181,41 @@ class Space:
         return slot_costs_of(self._layers)
 
     @cached_property
-    def _rule(self) -> Plan:
-        memory = None if self.hardware.memory_bytes == math.inf else self.hardware.memory_bytes
-        return partition(self._layers, self.workers, self.microbatches, memory)
-
-    @cached_property
     def _balanced(self) -> list[Candidate]:
-        return self._allowed(balanced_plans(self._layers, self.workers))
+        return list(map(self._once, dict.fromkeys(balanced_plans(self._layers, self.workers))))
 
     @cached_property
     def _every(self) -> list[Candidate]:
-        return self._allowed(every_plan(len(self._layers)))
+        return list(map(self._once, every_plan(len(self._layers))))
 
-    def _allowed(self, plans: Iterable[Plan]) -> list[Candidate]:
-        """Returns of the rule's plan and others those that fit and have enough slots; the rule's if there are none."""
-        candidates = filter(self._fits, map(self._once, dict.fromkeys([self._rule, *plans])))
-        least = min(self.least_slots, 2 * len(self._layers) - 1)
-        return [each for each in candidates if len(each.slots) >= least] or [self._once(self._rule)]
+    @property
+    def _ahead(self) -> Ahead:
+        """How far uploads may be ahead; no further than the end of the iteration after the next."""
+        most_runs = 4 * len(self._layers)
+        return Ahead(
+            min(self.hardware.prefetch, most_runs * self.microbatches), min(self.hardware.prefetch_runs, most_runs)
+        )
 
-    def _fits(self, candidate: Candidate) -> bool:
-        return all(slot_bytes(slot) <= self.hardware.memory_bytes for slot in candidate.slots)
+    def _models(self, joined: bool) -> Models:
+        busy = min(self.workers, self.microbatches)
+        return Models([self._layers], [True], self.workers, busy, joined, self._ahead)
+
+    def _fits(self, candidate: Candidate, joined: bool, limit: float) -> bool:
+        if limit == math.inf or most_worker_bytes(candidate.slots, self._ahead) <= limit:
+            return True
+        ways = candidate.deal.ways
+        held = worker_bytes(candidate.slots, self.workers, ways, joined=joined, ahead=self._ahead)
+        return bool(held.max() <= limit)
 
     def _once(self, plan: Plan) -> Candidate:
         """Returns a plan, each slot dealt to one worker."""
         return Candidate(Deal(plan, (1,) * len(plan.slots)), self._slot_costs(plan))
 
-    def _dealings(self, once: Candidate) -> Iterator[Candidate]:
-        """Yields the plan of a candidate, dealt in every way that is worth a try."""
+    def _dealings(self, once: Candidate, joined: bool, limit: float) -> Iterator[Candidate]:
+        """Yields the plan of a candidate, dealt in every way that is worth a try and fits."""
         times = [slot.time for slot in once.slots]
+        anyway = limit == math.inf or most_worker_bytes(once.slots, self._ahead) <= limit
         for deal in deals(once.deal.plan, times, self.workers, self.microbatches):
-            yield Candidate(deal, once.slots)
+            candidate = Candidate(deal, once.slots)
+            if anyway or self._fits(candidate, joined, limit):
+                yield candidate

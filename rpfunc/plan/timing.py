@@ -29,6 +29,7 @@ class Order(NamedTuple):
     """The tasks of a schedule, numbered so that each comes after all that it waits for; there is no update.
 
     slots       (kind, stage) of the tasks
+    joined      for each stage but the last: it is on the same worker as the next
     levels      where tasks begin and end that wait for none of each other
     slot        of each task, its place in `slots`
     needed      tasks that must have ended, a row for each task, filled up with the number after the last task
@@ -40,6 +41,7 @@ class Order(NamedTuple):
     """
 
     slots: list[Slot]
+    joined: list[bool]
     levels: list[tuple[int, int]]
     slot: Numbers
     needed: np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -90,8 +92,10 @@ def order_of(schedule: Schedule, work: Workload, hardware: Hardware) -> Order:
     slot_numbers = {slot: number for number, slot in enumerate(slots)}
     slot_of = np.array([slot_numbers[tasks[number].kind, tasks[number].stage] for number in sequence])
     feeder_of, fed_of, before_of = (place_of[np.array(column)[sequence]] for column in (feeder, fed, run_before))
+    homes = {task.stage: worker for worker, own in enumerate(schedule.workers) for task in own}
     return Order(
         slots,
+        [homes[stage] == homes[stage + 1] for stage in range(len(homes) - 1)],
         list(pairwise(accumulate(map(len, levels), initial=0))),
         slot_of,
         place_of[filled[sequence]],
@@ -138,7 +142,7 @@ def makespans(order: Order, times: SlotTimes) -> Makespans:
 
 
 def slot_times(
-    slots: Sequence[Slot],
+    order: Order,
     layers: Sequence[LayerCost],
     cuts: np.ndarray[tuple[int, int], np.dtype[np.int64]],
     hardware: Hardware,
@@ -149,7 +153,7 @@ def slot_times(
     """Returns the times of the slots of classic pipelines, forward and backward cut alike.
 
     cuts      a row a plan: where its stages start, and the number of layers
-    resident  parameters and gradients are not moved
+    resident  stages stay on their workers, with all that these have, see `rpfunc.schedule.resident`
     All workers transfer at once. As `stage_costs` has it, for many plans.
     """
     upload = min(hardware.upload, hardware.host_upload / workers)
@@ -162,7 +166,7 @@ def slot_times(
         return np.asarray(sums[stops] - sums[starts])
 
     def rows(of_kind: dict[str, Times]) -> Times:
-        return np.stack([*(of_kind[kind][stage] for kind, stage in slots), np.zeros(len(cuts))])
+        return np.stack([*(of_kind[kind][stage] for kind, stage in order.slots), np.zeros(len(cuts))])
 
     def sent(size: Times, rate: float) -> Times:
         return np.where(size > 0, size / rate + hardware.latency, 0.0)
@@ -170,7 +174,12 @@ def slot_times(
     before, after = outputs[starts], outputs[stops]
     nothing = np.zeros_like(before)
     moved = {field: nothing if resident else summed(field) for field in ("parameter_bytes", "gradient_bytes")}
-    inputs = {"F": before, "B": before + after, "I": before + after, "W": before + after}
+    if resident:  # backward has its stage's input, and what goes to the next stage may be there
+        apart = 1 - np.array([0, *order.joined, 0])[:, None]
+        before, after = before * apart[:-1], after * apart[1:]
+        inputs = {"F": before, "B": after, "I": after, "W": nothing}
+    else:
+        inputs = {"F": before, "B": before + after, "I": before + after, "W": before + after}
     written = dict.fromkeys("BW", moved["gradient_bytes"]) | dict.fromkeys("FI", nothing)
     return SlotTimes(
         compute=rows({kind: summed(field) for kind, field in FIELDS.items()}),

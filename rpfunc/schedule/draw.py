@@ -49,12 +49,31 @@ WITH_TRANSFERS = {
 LEAST_HEIGHT = 0.3
 """Inches that a worker's row needs for letters in it, and for the names of its links."""
 
+LEAST_SHARE = 1 / 1100
+"""Of the width: what a box takes at least, more than a dot, so that nothing that happened is lost."""
+
+EDGED = 8
+"""From how many times that on a box has an edge."""
+
+LETTERS = 155
+"""That a line has room for."""
+
+
+class Look(NamedTuple):
+    """Where boxes are drawn, and how."""
+
+    row: int
+    channel: str
+    colour: str
+    edge: float
+
 
 def draw(timeline: Timeline, path: str | Path, title: str = "", *, unit: str | None = None) -> None:
     """Writes a PNG or SVG (by the suffix of `path`): one row a worker, one box a task, coloured by kind.
 
     The shade changes where a worker goes on to another stage. Transfers, where there are any, are drawn as two thin
-    lanes, uploads above downloads; the optimizer's updates in a row of the host. Time begins with the first event.
+    lanes, uploads above downloads; the optimizer's updates in a row of the host. Time begins with the first event. What
+    is shorter than a dot is drawn as one, so that many of them next to each other look like one long one.
     `unit` names the unit of time if the timeline is not in seconds, which are shown as s, ms or µs, by the length.
     """
     from matplotlib.figure import Figure
@@ -95,22 +114,38 @@ def _draw_boxes(
     axes: Any, events: list[Event], lanes: dict[str, Lane], timeline: Timeline, scale: float, *, lettered: bool
 ) -> None:
     lighter = every_second_stage(timeline)
-    first = min((event.start_s for event in events), default=0.0)
-    last = max((event.end_s for event in events), default=0.0)
-    boxes: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    first = float(min((event.start_s for event in events), default=0.0))
+    last = float(max((event.end_s for event in events), default=0.0))
+    whole = (last - first) * scale
+    least = whole * LEAST_SHARE
+    letters: dict[str, int] = defaultdict(int)
+    for event in events:
+        letters[event.task.kind] = max(letters[event.task.kind], len(str(event.task)))
+    boxes: dict[Look, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         row = timeline.num_workers if event.worker == HOST else event.worker
-        start, width = float(event.start_s - first) * scale, float(event.end_s - event.start_s) * scale
+        start, width = (float(event.start_s) - first) * scale, float(event.end_s - event.start_s) * scale
+        edge = 0.0
         if event.channel == "compute":
-            text, colour = str(event.task), (LIGHTER if event.task in lighter else COLOURS)[event.task.kind]
-            # a line has room for some 160 letters
-            if lettered and 160 * width > (len(text) + 1) * float(last - first) * scale:
+            kind = event.task.kind
+            colour = (LIGHTER if event.task in lighter else COLOURS)[kind]
+            edge = 0.5 if width > EDGED * least else 0.0  # edges would hide smaller boxes
+            # boxes of a kind that are alike have a label all or none, so the longest has to fit
+            if lettered and width * LETTERS > (letters[kind] + 0.3) * whole:
                 middle = start + width / 2, row + lanes["compute"].middle
-                axes.text(*middle, text, ha="center", va="center", fontsize=7)
+                axes.text(*middle, str(event.task), ha="center", va="center", fontsize=7, zorder=5)
         else:
             colour, _ = OTHERS[event.channel]
-        boxes[row, event.channel, colour].append((start, width))
-    for (row, channel, colour), own in boxes.items():
-        edge = 0.5 if channel == "compute" and len(own) < 80 else 0.0  # more edges would hide the boxes
+        boxes[Look(row, event.channel, colour, edge)].append((min(start, whole - least), max(width, least)))
+    for (row, channel, colour, edge), own in boxes.items():
         lane = lanes[channel]
-        axes.broken_barh(own, (row + lane.top, lane.height), facecolors=colour, edgecolor="white", linewidth=edge)
+        axes.broken_barh(
+            own,
+            (row + lane.top, lane.height),
+            facecolors=colour,
+            edgecolor="white",
+            linewidth=edge,
+            # above the frame; activations are short, and pause the others
+            zorder=4 if "activation" in channel else 3,
+        )
+    axes.set_xlim(0, whole or 1)

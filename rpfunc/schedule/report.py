@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rpfunc.plan.costs import StageCosts
 from rpfunc.plan.hardware import Hardware
 from rpfunc.schedule.peaks import peak_bytes
+from rpfunc.schedule.resident import moved_costs
 from rpfunc.schedule.runs import runs
 from rpfunc.schedule.simulate import compute_only
 from rpfunc.schedule.task import Schedule
@@ -41,20 +42,12 @@ class Report:
     downloaded_bytes: float
 
 
-def report(
-    timeline: Timeline,
-    schedule: Schedule,
-    costs: StageCosts,
-    hardware: Hardware,
-    work: Workload,
-    *,
-    resident: bool = False,
-) -> Report:
-    r"""Returns the figures of `simulate(schedule, costs, hardware, work)`, whose result `timeline` is.
+def report(timeline: Timeline, schedule: Schedule, costs: StageCosts, hardware: Hardware, work: Workload) -> Report:
+    r"""Returns the figures of `simulate(schedule, costs, hardware, work)`, resident or not, whose result `timeline` is.
 
     Stalls are what the workers' time grows by through transfers, all workers together. The other two parts of the
-    bubble are those of the schedule without them. With `resident`, parameters and gradients stay on the workers: they
-    count there, and are not moved; see `peaks`.
+    bubble are those of the schedule without them. What stays on the workers of a resident run counts as memory, and
+    is not moved.
     Cost: O(n log n) for n events.
 
     >>> from rpfunc.plan.costs import StageCost
@@ -71,9 +64,9 @@ def report(
     idle_at_ends, idle_between = _idle(free)
     time = _available(timeline)
     stalls = time - _available(free)
-    moved = [costs[task.kind, task.stage] for task in schedule.tasks]
-    weights = [] if resident else runs(schedule, costs, work)
-    peaks = peak_bytes(timeline, schedule, costs, work, resident)
+    moved = moved_costs(schedule, costs, work) if timeline.resident else costs
+    activations, weights = [moved[task.kind, task.stage] for task in schedule.tasks], runs(schedule, moved, work)
+    peaks = peak_bytes(timeline, schedule, costs, work)
     return Report(
         makespan=timeline.makespan_s,
         bubble=timeline.bubble,
@@ -82,8 +75,8 @@ def report(
         stalls=stalls / time if time else 0.0,
         peak_bytes=peaks,
         over_memory=tuple(worker for worker, peak in enumerate(peaks) if peak > hardware.memory_bytes),
-        uploaded_bytes=sum(cost.input_bytes for cost in moved) + sum(run.parameter_bytes for run in weights),
-        downloaded_bytes=sum(cost.output_bytes for cost in moved) + sum(run.gradient_bytes for run in weights),
+        uploaded_bytes=sum(cost.input_bytes for cost in activations) + sum(run.parameter_bytes for run in weights),
+        downloaded_bytes=sum(cost.output_bytes for cost in activations) + sum(run.gradient_bytes for run in weights),
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rpfunc.errors import PlanError
 from rpfunc.plan.costs import StageCosts, cost_problems
 from rpfunc.plan.hardware import COMPUTE_ONLY, Hardware
+from rpfunc.schedule.resident import moved_costs
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import HOST, Event, Timeline
 from rpfunc.schedule.transfers import with_transfers
@@ -21,7 +23,12 @@ Step = Task | int
 
 
 def simulate(
-    schedule: Schedule, costs: StageCosts, hardware: Hardware = COMPUTE_ONLY, work: Workload | None = None
+    schedule: Schedule,
+    costs: StageCosts,
+    hardware: Hardware = COMPUTE_ONLY,
+    work: Workload | None = None,
+    *,
+    resident: bool = False,
 ) -> Timeline:
     r"""Returns when everything happens if every task starts as soon as its worker and its dependencies allow.
 
@@ -30,7 +37,13 @@ def simulate(
     `work`, the schedule is taken for one iteration. Times have the unit of the costs, and their type: integers and
     fractions stay exact. Events come worker by worker, in order of time; updates last.
     Memory is not looked at: `report` says which workers pass the hardware's.
-    Cost: O(tasks). Raises ScheduleError as `validate` does, PlanError for a stage without costs.
+
+    resident  each stage stays on its worker, as classic pipelines have it, and so does all that the worker has:
+              parameters, gradients, and activations that it has made or read. Else everything comes from the host when
+              it is needed, and goes back. See `moved_costs`
+
+    Cost: O(tasks). Raises ScheduleError as `validate` does, and for `resident` as `moved_costs` does; PlanError for a
+    stage without costs.
 
     >>> from rpfunc.plan.costs import StageCost
     >>> costs = {("F", 0): StageCost(1), ("X", 1): StageCost(2), ("B", 0): StageCost(3)}
@@ -40,9 +53,12 @@ def simulate(
     """
     work = Workload.of(schedule) if work is None else halved_as(schedule, work)
     _check(schedule, costs, work)
+    moved = moved_costs(schedule, costs, work) if resident else costs
     if hardware.transfers_cost:
-        return with_transfers(schedule, costs, hardware, work)
-    return compute_only(schedule, costs, hardware.update, work)
+        timeline = with_transfers(schedule, moved, hardware, work)
+    else:
+        timeline = compute_only(schedule, moved, hardware.update, work)
+    return replace(timeline, resident=resident)
 
 
 def compute_only(schedule: Schedule, costs: StageCosts, update: float, work: Workload) -> Timeline:

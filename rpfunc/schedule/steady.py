@@ -41,6 +41,7 @@ def steady_state(
     *,
     turn: int = 0,
     most: int = MOST_ITERATIONS,
+    resident: bool = False,
 ) -> Steady:
     """Returns the steady state of the schedules that `generate` makes of ever more iterations of `work`.
 
@@ -51,10 +52,11 @@ def steady_state(
     lcm(cards, workers) / cards iterations or a multiple. Iterations that nothing holds up (forward slots alone) may
     begin ever faster than they end: then they take as long as their ends are apart.
 
-    turn  the workers by which an iteration's tasks stand further than those of the one before, round and round: the
-          number of cards, where an iteration begins where the one before has ended. Workers are alike, so it is enough
-          that iterations run alike on workers so much further, which they do earlier
-    most  iterations that are simulated before the search for a period is given up
+    turn      the workers by which an iteration's tasks stand further than those of the one before, round and round: the
+              number of cards, where an iteration begins where the one before has ended. Workers are alike, so it is
+              enough that iterations run alike on workers so much further, which they do earlier
+    most      iterations that are simulated before the search for a period is given up
+    resident  stages stay on their workers, as in `simulate`
 
     Cost: that of simulating a few periods. Raises what `simulate` and `generate` raise.
 
@@ -70,7 +72,7 @@ def steady_state(
     while True:
         longer = repeated(work, num_iterations)
         schedule = generate(longer)
-        timeline = simulate(schedule, costs, hardware, longer)
+        timeline = simulate(schedule, costs, hardware, longer, resident=resident)
         passes = _passes(timeline, longer, turn)[:-1]
         period = _period(passes)
         if period is not None or num_iterations >= most:

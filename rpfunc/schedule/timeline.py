@@ -43,10 +43,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of `num_workers` workers, on one clock."""
+    """Events of `num_workers` workers, on one clock.
+
+    resident  stages stayed on their workers with all that these had, see `simulate`; `report` counts bytes so
+    """
 
     events: tuple[Event, ...]
     num_workers: int
+    resident: bool = False
 
     @property
     def makespan_s(self) -> float:

@@ -188,6 +188,10 @@ def _slot_problems(slots: Any) -> list[str]:
             problems.append(f"slot {place} is {shown(slot)}, which is there already")
         else:
             seen.add(slot)
+    problems += [
+        f"stage {stage} is both forward and fused, it can be one of them"
+        for stage in sorted(stage for kind, stage in seen if kind == "X" and ("F", stage) in seen)
+    ]
     return problems
 
 

@@ -5,7 +5,9 @@ import random
 import pytest
 from oracle import every_partition as oracle
 
-from rpfunc.plan import LayerCost, Plan, partition
+from rpfunc.plan import Ahead, LayerCost, Plan, partition
+from rpfunc.plan.held import SlotRoom
+from rpfunc.plan.rule import best_plans
 from rpfunc.testing import strategies
 
 
@@ -14,7 +16,8 @@ def chooses(key, plans=strategies.every_plan, memory=oracle.num_bytes):
 
     def choose(layers, workers, limit):
         def fits(plan):
-            return all(memory(layers, *slot) <= limit for slot in oracle.slots(plan))
+            slots = oracle.slots(plan)
+            return all(stop - start == 1 or memory(layers, kind, start, stop) <= limit for kind, start, stop in slots)
 
         def score(plan):
             loads = [oracle.time(layers, *slot) for slot in oracle.slots(plan)]
@@ -35,7 +38,18 @@ def without_next_parameters(layers, kind, start, stop):
 
 def without_gradients(layers, kind, start, stop):
     found = oracle.num_bytes(layers, kind, start, stop)
+    return found - (0 if kind == "F" else sum(2 * layer.gradient_bytes for layer in layers[start:stop]))
+
+
+def without_last_gradients(layers, kind, start, stop):
+    found = oracle.num_bytes(layers, kind, start, stop)
     return found - (0 if kind == "F" else sum(layer.gradient_bytes for layer in layers[start:stop]))
+
+
+def without_activations_on_their_way(layers, kind, start, stop):
+    own = layers[start:stop]
+    found = max(layer.output_bytes for layer in own) + sum(2 * layer.parameter_bytes for layer in own)
+    return found + (0 if kind == "F" else sum(2 * layer.gradient_bytes + layer.residual_bytes for layer in own))
 
 
 def sum_of_outputs(layers, kind, start, stop):
@@ -55,7 +69,12 @@ def by_forward_times(layers, workers, limit):
     return partition([layer.forward for layer in layers], workers)
 
 
-RIGHT = {"the rule": chooses(rule), "partition": lambda layers, workers, limit: partition(layers, workers, None, limit)}
+def by_the_library(layers, workers, limit):
+    rooms = {kind: SlotRoom(kind, layers, Ahead()) for kind in "FXB"}
+    return best_plans([layers], [True], workers, [rooms], limit)[0]
+
+
+RIGHT = {"the rule": chooses(rule), "best_plans": by_the_library}
 WRONG = {
     "slowest slot": chooses(lambda loads, workers: max(loads)),
     "slowest slot * slots": chooses(lambda loads, workers: max(loads) * len(loads)),
@@ -68,6 +87,8 @@ WRONG = {
     "backward as three forwards": by_forward_times,
     "parameters once": chooses(rule, memory=without_next_parameters),
     "no gradients": chooses(rule, memory=without_gradients),
+    "gradients once": chooses(rule, memory=without_last_gradients),
+    "no activations on their way": chooses(rule, memory=without_activations_on_their_way),
     "outputs add up": chooses(rule, memory=sum_of_outputs),
     "no memory": lambda layers, workers, limit: partition(layers, workers),
 }
@@ -78,12 +99,9 @@ def is_refused(choose):
     draw = random.Random(0)
     for _ in range(150):
         layers = [LayerCost(*(draw.randint(0, 9) for _ in range(9))) for _ in range(5)]
-        workers, memory = draw.randint(1, 8), draw.choice([60, 90, float("inf")])
-        try:
-            plan = choose(layers, workers, memory)
-        except ValueError:  # nothing fits
-            continue
-        if max(oracle.num_bytes(layers, *slot) for slot in oracle.slots(plan)) > memory:
+        workers, memory = draw.randint(1, 8), draw.choice([100, 150, float("inf")])
+        plan = choose(layers, workers, memory)
+        if not all(oracle.fits(layers, *slot, memory) for slot in oracle.slots(plan)):
             return True
         if oracle.score([layers], [plan], workers) != oracle.best_score([layers], workers, [True], memory):
             return True

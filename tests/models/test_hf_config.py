@@ -33,7 +33,7 @@ def test_every_problem_is_listed():
         num_key_value_heads=2, attention_chunk_size=8, attention_dropout=1.5, vocab_size=None, mlp_bias="yes",
         pad_token_id=17, quantization_config={"quant_method": "mxfp4"}, head_dim=3, rms_norm_eps=0, pretraining_tp=2,
     )  # fmt: skip
-    assert text.split("\n")[0] == "config (llama): 12 problems"
+    assert text.split("\n")[0] == "config (llama): 13 problems"
     for line in [
         "hidden_act is 'mish'; supported is 'gelu' or 'gelu_new' or 'gelu_pytorch_tanh' or 'relu' or 'silu' or 'swish'",
         "rope_scaling.rope_type is 'dynamic'; supported is 'default', 'linear', 'llama3' or 'yarn'",

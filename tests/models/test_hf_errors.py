@@ -1,5 +1,6 @@
 """Checkpoints with faults: all are named at once, and nothing but safetensors is read."""
 
+import inspect
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, module, transformers
 
 from rpfunc import Model, tree, value_and_grad
+from rpfunc.errors import ModelError, OptionsError
 from rpfunc.models import hf
 from rpfunc.objectives import sft
 
@@ -35,6 +37,51 @@ def message(call, *arguments):
     with pytest.raises(ValueError, match=r"\w") as caught:
         call(*arguments)
     return str(caught.value)
+
+
+COMPUTED = "needs one of torch.float64, torch.float32, torch.bfloat16, torch.float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needed"),
+    [
+        *[(each, COMPUTED) for each in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, "auto", 3)],
+        ("bfloat16", "needs the dtype torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_dtypes_that_parameters_cannot_have(made, folder, dtype, needed):
+    for source in (made, folder):
+        with pytest.raises(OptionsError, match="dtype") as caught:
+            inspect.unwrap(hf.load)(source, dtype=dtype)  # without the tests' checks of types
+        assert str(caught.value) == f"load: dtype is {dtype!r}, {needed}"
+
+
+def test_dtypes_that_a_layer_cannot_compute_with(folder):
+    def half(stored):
+        stored.update({name: each.half() for name, each in stored.items() if "mlp" in name})
+
+    rewrite(folder, half)
+    text = message(hf.load, folder)
+    assert "one layer cannot compute with several dtypes" in text
+    assert "load(..., dtype=torch.float32)" in text
+    assert "3 leaves are torch.float16, block0.mlp.down among them" in text
+    model, params = hf.load(folder, dtype=torch.float32)
+    assert model(params, batch(1, 4)).dtype == torch.float32
+    rewrite(folder, lambda stored: stored.update({name: each.to(torch.float8_e4m3fn) for name, each in stored.items()}))
+    assert "is torch.float8_e4m3fn, at least 16 bits are needed; let transformers widen" in message(hf.load, folder)
+
+
+@pytest.mark.parametrize("source", [None, 3, torch.nn.Linear(2, 2), torch.nn.DataParallel(torch.nn.Linear(2, 2))])
+def test_sources_that_are_no_models(source):
+    assert any(each in message(hf.load, source) for each in ("needs a folder, a GGUF file", "has no config as transf"))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16, b"x" * 500])
+def test_gguf_files_that_are_none(tmp_path, content):
+    pytest.importorskip("gguf")
+    (tmp_path / "x.gguf").write_bytes(content)
+    assert f"checkpoint {tmp_path}/x.gguf: transformers cannot read it" in message(hf.load, tmp_path / "x.gguf")
 
 
 def test_all_tensors_that_do_not_fit_are_listed(folder):
@@ -93,7 +140,7 @@ def test_code_in_a_folder_is_refused_and_not_run(folder):
     )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", "[" * 200_000])
 def test_configs_that_are_none(folder, text):
     (folder / "config.json").write_bytes(text.encode("latin1"))
     assert f"checkpoint {folder}/config.json: " in message(hf.load, folder)
@@ -126,7 +173,7 @@ def test_indexes_with_faults(folder, made):
     path.write_text(json.dumps(index))
     (folder / shards[0]).unlink()
     assert f"{shards[0]} is missing, the index names it" in message(hf.load, folder)
-    for text in ("{}", "[]", '{"weight_map": 3}', "{"):
+    for text in ("{}", "[]", '{"weight_map": 3}', "{", "[" * 200_000):
         path.write_text(text)
         assert "is no index of weights" in message(hf.load, folder)
 
@@ -149,6 +196,73 @@ def test_parameters_that_do_not_fit_are_not_saved(made, tmp_path):
 def test_a_folder_that_cannot_be_written(made, tmp_path):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in message(hf.save, *hf.load(made), tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model-00001-of-00003.safetensors"])
+def test_what_is_in_the_way_is_found_before_anything_is_written(made, tmp_path, name):
+    (tmp_path / name).mkdir()
+    assert f"{name} is a folder, where a file belongs; move it away" in message(hf.save, *hf.load(made), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_parameters_of_other_numbers_are_not_saved(made, tmp_path):
+    model, params = hf.load(made)
+    wrong = {**params, "norm": params["norm"].int(), "head": params["head"].to("meta"), "embedding": 3.0}
+    assert message(hf.save, model, wrong, tmp_path / "new").split("\n")[1:] == [
+        "  - leaf embedding has a float, the config needs shape (17, 8)",
+        "  - leaf head has no numbers: it is on the device 'meta'",
+        "  - leaf norm is torch.int32, floating-point numbers are needed",
+    ]
+    assert "they are a list, a dict as load gives is needed" in message(
+        inspect.unwrap(hf.save), model, [1], tmp_path / "new"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def llama(layers, tied=False):
+    return module(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": layers}, tie_word_embeddings=tied))
+
+
+def unfit(case):
+    """Returns a module, gradients that do not fit it, and what is said of them."""
+    made, other = llama(2), llama(3)
+    params = hf.load(made)[1]
+    grads = tree.map(torch.zeros_like, params)
+    match case:
+        case "deeper":
+            return other, grads, "leaf block2.mlp.up is missing"
+        case "without a subtree":
+            return (
+                made,
+                {name: each for name, each in grads.items() if name != "block1"},
+                "leaf block1.mlp.norm is missing",
+            )
+        case "of a tied model":
+            return made, {name: each for name, each in grads.items() if name != "head"}, "leaf head is missing"
+        case "a leaf for a subtree":
+            return made, {**grads, "block0": torch.zeros(3)}, "leaf block0 is unexpected"
+        case "untied by its config":
+            tied = llama(2, tied=True)
+            tied.config.tie_word_embeddings = False
+            return tied, grads, "has no parameter lm_head.weight of its own"
+        case "wider":
+            made.config.hidden_size = 12
+            return made, grads, "parameter model.norm.weight has shape (8,), its config needs (12,)"
+    return made, None, "they are a NoneType"
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["deeper", "without a subtree", "of a tied model", "a leaf for a subtree", "untied by its config", "wider", "none"],
+)
+def test_nothing_is_written_where_something_does_not_fit(case):
+    made, grads, needed = unfit(case)
+    for parameter in made.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    with pytest.raises(ModelError, match="fit") as caught:
+        inspect.unwrap(hf.write_grads)(made, grads)
+    assert needed in str(caught.value)
+    assert all(bool((parameter.grad == 7.0).all()) for parameter in made.parameters())
 
 
 def test_gradients_that_do_not_fit_are_not_written(made):

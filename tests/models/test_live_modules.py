@@ -106,3 +106,36 @@ def test_norms_may_be_wider_than_rows():
     found = model(params, rows)
     assert found.dtype == torch.bfloat16
     assert (found - wanted).abs().max() <= 0.1 * wanted.abs().max()
+
+
+def llama():
+    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    return module(transformers.LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=None))
+
+
+def test_parameters_that_require_no_gradient_get_none_and_are_not_trained():
+    made, rows = llama(), batch(2, 5)
+    made.model.embed_tokens.weight.requires_grad_(False)
+    made.model.embed_tokens.weight.grad = torch.ones(17, 8)  # of a step before
+    before = made.model.embed_tokens.weight.clone()
+    model, params = hf.load(made)
+    hf.write_grads(made, value_and_grad(model, sft())(params, rows)[1])
+    assert [name for name, each in made.named_parameters() if each.grad is None] == ["model.embed_tokens.weight"]
+    torch.optim.AdamW(made.parameters(), lr=0.1).step()
+    assert torch.equal(made.model.embed_tokens.weight, before)
+
+
+def test_whole_subtrees_may_be_frozen():
+    made = llama()
+    model, params = hf.load(made)
+    hf.write_grads(made, {**value_and_grad(model, sft())(params, batch(2, 5))[1], "block0": None})
+    assert all((each.grad is None) == ("layers.0." in name) for name, each in made.named_parameters())
+
+
+def test_a_compiled_module_is_the_one_it_was_made_from():
+    made, rows = llama(), batch(2, 5)
+    compiled = torch.compile(made, backend="eager")
+    model, params = hf.load(compiled)
+    assert model(params, rows).equal(hf.load(made)[0](hf.load(made)[1], rows))
+    hf.write_grads(compiled, value_and_grad(model, sft())(params, rows)[1])
+    assert all(parameter.grad is not None for parameter in made.parameters())

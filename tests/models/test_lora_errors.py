@@ -7,7 +7,7 @@ from adapters import adapted, config_of
 
 from rpfunc import Batch, Layer, Model, random
 from rpfunc.errors import ModelError
-from rpfunc.models import decoder, lora
+from rpfunc.models import decoder, feedforward, lora, resnet
 from rpfunc.stream import opaque, rowwise
 
 
@@ -52,6 +52,84 @@ def test_adapters_that_do_not_fit_are_listed():
         "  - adapter block0.attention.query has shapes {'A': (6, 2), 'B': (8, 2)}, its weight and rank 2 need "
         "{'A': (2, 6), 'B': (8, 2)}"
     )
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
+def test_adapters_that_are_no_real_numbers_are_refused(name, dtype):
+    config = config_of()
+    plain, params = decoder.model(config), decoder.init(config, random.key(0))
+    part = {"A": torch.zeros(2, 6), "B": torch.zeros(8, 2)}
+    part[name] = part[name].to(dtype)
+    with pytest.raises(ModelError) as error:
+        lora.attach(plain, params, {"block0.attention.query": part}, lora.LoraConfig(("query",), rank=2))
+    needed = "it must be a floating-point tensor"
+    assert str(error.value) == f"lora: adapter block0.attention.query has {name} of {dtype}, {needed}"
+
+
+def test_adapters_without_both_parts_are_refused():
+    config = config_of()
+    plain, params = decoder.model(config), decoder.init(config, random.key(0))
+    with pytest.raises(ModelError, match=r"adapter head.projection is \['A'\], it must be a dict of A and B"):
+        lora.attach(plain, params, {"head.projection": {"A": torch.zeros(8, 6)}}, lora.LoraConfig(("projection",)))
+
+
+def test_no_adapters_at_all_are_refused():
+    config = config_of()
+    with pytest.raises(ModelError, match="lora: adapters is empty, it must be a dict of A and B by path"):
+        lora.attach(decoder.model(config), decoder.init(config, random.key(0)), {}, lora.LoraConfig(("query",)))
+
+
+def test_parameters_of_another_model_are_not_merged():
+    config = config_of(layers=1)
+    plain = decoder.init(config, random.key(0), torch.float64)
+    model, params = adapted(config, ("query", "up"))
+    advice = "give those that lora.adapt, lora.attach or lora_peft.load returned with the model"
+    with pytest.raises(ModelError) as error:
+        lora.merge(model, plain)
+    assert str(error.value) == f"lora: params lacks the adapters 'lora_block0'; {advice}"
+    with pytest.raises(ModelError) as error:
+        lora.merge(model, adapted(config, ("key", "up"), rank=3)[1])
+    assert str(error.value).splitlines() == [
+        "lora: 3 problems",
+        f"  - params has no adapter of 'block0.attention.query'; {advice}",
+        f"  - the model has no adapter of 'block0.attention.key'; {advice}",
+        "  - adapter block0.mlp.up has shapes {'A': (3, 6), 'B': (5, 3)}, its weight and rank 2 need "
+        "{'A': (2, 6), 'B': (5, 2)}",
+    ]
+    with pytest.raises(ModelError, match="no layer reads subtree 'other' of params"):
+        lora.merge(model, {**params, "other": torch.ones(2)})
+
+
+def test_dropout_where_rows_come_without_their_examples_is_refused_at_once():
+    """Experts get the rows of all examples one after the other, a router beside them too; convolutions get no rows."""
+
+    def mixture(p, x, batch):
+        return F.linear(batch.row["x"], p["query"]) + feedforward.experts(
+            feedforward.softmax_then_pick(1, True), feedforward.plain(F.relu)
+        )(p["mlp"], batch.row["x"])
+
+    experts = tuple({"up": torch.ones(3, 3), "down": torch.ones(3, 3)} for _ in range(2))
+    params = {"weights": {"query": torch.ones(3, 3), "mlp": {"router": torch.ones(2, 3), "experts": experts}}}
+    model = Model((Layer("block", rowwise(mixture), "weights"),))
+    batch = Batch(row={"x": torch.ones(2, 5, 3)}, constant={"key": random.key(0)})
+    with pytest.raises(ModelError) as error:
+        lora.adapt(model, params, lora.LoraConfig(("query", "router", "experts.1.up"), dropout=0.1), random.key(0))
+    said = "belongs to experts, whose rows come without their examples, so its adapter has no dropout; use dropout=0, "
+    assert str(error.value).splitlines() == [
+        "lora: 2 problems",
+        f"  - block.mlp.experts.1.up {said}or other targets",
+        f"  - block.mlp.router {said}or other targets",
+    ]
+    config = resnet.ResnetConfig(widths=(4,))
+    with pytest.raises(ModelError, match=r"stem.weight is of shape \(4, 1, 3, 3\) and no \(outputs, inputs\), so its"):
+        lora.adapt(
+            *(resnet.model(config), resnet.init(config, random.key(0))),
+            *(lora.LoraConfig(("stem.weight",), dropout=0.1), random.key(0)),
+        )
+    for targets, dropout in ((("query",), 0.1), (("*",), 0.0)):
+        model_, params_ = lora.adapt(model, params, lora.LoraConfig(targets, dropout=dropout), random.key(0))
+        assert model_(params_, batch).isfinite().all()
 
 
 def test_a_second_set_of_adapters_is_refused():

@@ -90,6 +90,117 @@ def test_what_peft_writes_is_loaded_and_gives_equal_logits(tmp_path, tied, optio
     assert model.layers[1].config.dropout == options.get("lora_dropout", 0.0)
 
 
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=8, n_head=2, n_layer=2, n_positions=9, attn_implementation="eager"
+    )
+    torch.manual_seed(1)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("targets", "modules"), [(("positions",), ["wpe"]), (("embedding.*", "projection"), ["wpe", "wte", "lm_head"])]
+)
+def test_tables_of_places_go_both_ways(tmp_path, targets, modules):
+    model, params = lora.adapt(*hf.load(gpt2()), lora.LoraConfig(targets, rank=2), random.key(0))
+    params = filled(params)
+    lora_peft.save(tmp_path / "ours", model, params)
+    stored = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert stored["base_model.model.transformer.wpe.lora_embedding_A"].shape == (2, 9)
+    theirs = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "ours")
+    close(model(params, Batch(row={"tokens": TOKENS})), logits_of(theirs))
+    assert not torch.allclose(logits_of(theirs), logits_of(gpt2()), atol=1e-2)
+
+    theirs = peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, target_modules=modules, task_type="CAUSAL_LM")).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_" in name:
+                weight.copy_(random.normal(random.fold_in(random.key(5), name), tuple(weight.shape)) / 3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, params = lora_peft.load(tmp_path / "theirs", *hf.load(gpt2()))
+    close(model(params, Batch(row={"tokens": TOKENS})), logits_of(theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_of_16_bits_act_in_32_as_they_merge(written, tmp_path, dtype):
+    path = tmp_path / "adapter_model.safetensors"
+    load = written(tensors={name: tensor.to(dtype) for name, tensor in load_file(path).items()})
+    model, params = load()
+    assert {leaf.dtype for leaf in tree.leaves(lora.split(params)[1])} == {torch.float32}
+    batch = Batch(row={"tokens": TOKENS})
+    theirs = peft.PeftModel.from_pretrained(llama(), tmp_path).eval()
+    torch.testing.assert_close(model(params, batch), logits_of(theirs), rtol=1e-6, atol=1e-6)
+    merged, weights = lora.merge(model, params)
+    torch.testing.assert_close(merged(weights, batch), logits_of(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_stored_whole_numbers_are_no_adapters(written, tmp_path):
+    name = "base_model.model.lm_head.lora_A.weight"
+    load = written(tensors={name: torch.ones(3, 16, dtype=torch.int32)})
+    with pytest.raises(CheckpointError, match=rf"{name} is torch.int32, needs a floating-point dtype"):
+        load()
+
+
+def test_a_file_without_adapters_is_refused(written, tmp_path):
+    load = written()
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors holds no adapters"):
+        load()
+
+
+def test_plain_parameters_of_an_adapted_model_are_not_written(tmp_path):
+    plain, params = hf.load(llama())
+    model, _ = lora.adapt(plain, params, lora.LoraConfig(TARGETS), random.key(0))
+    with pytest.raises(ModelError, match="lora: params lacks the adapters 'lora_embedding', 'lora_block0', "):
+        lora_peft.save(tmp_path / "new", model, params)
+    assert not (tmp_path / "new").exists()
+
+
+def test_folders_that_cannot_be_are_named(tmp_path):
+    model, params = lora.adapt(*hf.load(llama()), lora.LoraConfig(TARGETS), random.key(0))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/x", "a\0b"):
+        with pytest.raises(CheckpointError, match=r"^adapters .*: cannot be made a folder \(.*\); give another path"):
+            lora_peft.save(folder, model, params)
+        with pytest.raises(CheckpointError, match=r"^adapters .*adapter_config.json: cannot be read"):
+            lora_peft.load(folder, *hf.load(llama()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"lora_dropout": None}, "lora_dropout is None, it must be at least 0 and below 1"),
+        ({"lora_dropout": "0.1"}, "lora_dropout is '0.1', it must be at least 0 and below 1"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0, it must be at least 0 and below 1"),
+        ({"r": 2.0}, "r is 2.0, it must be a whole number"),
+        ({"r": True}, "r is True, it must be a whole number"),
+        ({"r": 0}, "r is 0, it must be at least 1"),
+        ({"r": 10**30}, f"r is {10**30}, it must be at most 65536"),
+        ({"lora_alpha": "7"}, "lora_alpha is '7', it must be positive and finite"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, it must be positive and finite"),
+        ({"lora_alpha": 10**400}, f"lora_alpha is 1{59 * '0'}, it must be positive and finite"),
+        ({"use_rslora": "no"}, "use_rslora is 'no', it must be True or False"),
+        ({"target_modules": 5}, "target_modules is 5, needs names of modules"),
+        ({"target_modules": [[1]]}, "target_modules is [[1]], needs names of modules"),
+        ({"target_modules": {"q": 1}}, "target_modules is {'q': 1}, needs names of modules"),
+    ],
+    ids=str,
+)
+def test_config_fields_of_another_kind(written, tmp_path, fields, text):
+    load = written(fields)
+    with pytest.raises(CheckpointError) as error:
+        load()
+    assert str(error.value) == f"adapters {tmp_path / 'adapter_config.json'}: {text}"
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[1]", "{", '{"r": 1' + 5000 * "0" + "}", "\udcff"], ids=len)
+def test_config_files_that_are_no_config(written, tmp_path, text):
+    load = written()
+    (tmp_path / "adapter_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"^adapters .*adapter_config.json: (cannot be read|holds a list)"):
+        load()
+
+
 def test_a_merged_tied_model_is_exported_untied_and_loads_in_transformers(tmp_path):
     model, params = lora.adapt(*hf.load(llama(tied=True)), lora.LoraConfig(TARGETS), random.key(0))
     params = filled(params)
@@ -152,7 +263,7 @@ def test_config_fields_that_are_not_supported_are_listed(written):
         load()
     assert str(error.value).splitlines()[1:] == [
         "  - peft_type is 'IA3', needs 'LORA'",
-        "  - r is None, needs a number",
+        "  - r is None, it must be a whole number",
         "  - bias is 'all', supported is 'none'",
         "  - init_lora_weights is 'pissa', which changes the base; supported is one of "
         "(True, False, 'gaussian', 'orthogonal')",

@@ -62,6 +62,8 @@ USES = {
     "@": lambda w, x: x @ w.mT,
     "einsum": lambda w, x: torch.einsum("oi,bti->bto", w, x),
     "indexing": lambda w, x: w[x.abs().long().sum(-1) % 4],
+    "indexing from the end": lambda w, x: w[x.abs().int().sum(-1) % 4 - 4],
+    "indexing by a mask": lambda w, x: w[w.new_tensor([1, 0, 1, 1]).bool()] * x.sum(),
     "F.embedding": lambda w, x: F.embedding(x.abs().long().sum(-1) % 4, w),
     "F.embedding with padding": lambda w, x: F.embedding(x.abs().long().sum(-1) % 4, w, 2),
     "twice": lambda w, x: F.linear(x, w) + x @ w.T,
@@ -111,6 +113,42 @@ def test_weights_of_experts_have_an_adapter_each():
     wanted = torch.stack([x @ (params["w"][e] + part["B"][e] @ part["A"][e]).T for e in range(4)], dim=2)
     assert_close(model(params, Batch(row={"x": x})), wanted, 1e-12)
     assert_close(*(m(p, Batch(row={"x": x})) for m, p in (lora.merge(model, params), (model, params))), 1e-12)
+
+
+@pytest.mark.parametrize("look_up", [lambda w, ids: w[ids], lambda w, ids: F.embedding(ids, w)], ids=["w[ids]", "F"])
+def test_tables_that_are_looked_up_in_have_no_dropout(look_up):
+    plain = Model((Layer("only", rowwise(lambda p, x, batch: look_up(p, batch.row["ids"])), "table"),))
+    table = {"table": random.normal(random.key(1), (4, 3), torch.float64)}
+    ids = {"ids": torch.tensor([[0, 3, 3], [1, 2, 0]])}
+    model, params = lora.adapt(plain, table, lora.LoraConfig(("only",), rank=2, dropout=0.5), random.key(2))
+    params = filled(params)
+    wanted = lora.merge(model, params)[1]["table"][ids["ids"]]
+    assert_close(model(params, Batch(row=ids, constant={"key": random.key(4)})), wanted, 1e-12)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("a_dtype", DTYPES)
+@pytest.mark.parametrize("b_dtype", DTYPES)
+def test_adapters_act_in_32_bits_or_more_as_they_merge(a_dtype, b_dtype):
+    """Whether attached in 16 bits, or cast to them afterwards."""
+    plain = Model((Layer("only", rowwise(lambda p, x, batch: F.linear(batch.row["x"], p)), "weight"),))
+    weight = {"weight": random.normal(random.key(1), (4, 3))}
+    batch = Batch(row={"x": random.normal(random.key(0), (2, 5, 3))})
+    part = {
+        "A": random.normal(random.key(2), (2, 3)).to(a_dtype),
+        "B": random.normal(random.key(3), (4, 2)).to(b_dtype),
+    }
+    model, params = lora.attach(plain, weight, {"only": part}, lora.LoraConfig(("only",), rank=2))
+    wide = torch.promote_types(torch.promote_types(a_dtype, b_dtype), torch.float32)
+    assert {leaf.dtype for leaf in params["lora_only"]["only"].values()} == {wide}
+    cast = {**weight, "lora_only": {"only": part}}
+    wanted = F.linear(batch.row["x"].double(), weight["weight"].double() + 8 * part["B"].double() @ part["A"].double())
+    for each in (params, cast):
+        assert_close(model(each, batch).double(), wanted, 1e-6)
+        merged, weights = lora.merge(model, each)
+        assert_close(merged(weights, batch).double(), wanted, 1e-6)
 
 
 def test_dropout_is_on_the_adapters_input_alone_and_of_each_weight_apart():

@@ -250,9 +250,9 @@ def test_every_value_that_cannot_work_is_listed():
         "recurrence: 7 problems\n"
         "  - vocabulary is 0, it must be at least 1\n"
         "  - width is -1, it must be at least 1\n"
-        "  - layers is 0, it must be at least 1\n"
         "  - state_width is 0, it must be at least 1\n"
         "  - mlp_width is 0, it must be at least 1\n"
+        "  - layers is 0, it must be at least 1\n"
         "  - memory is 1, it must be at least 2\n"
         "  - norm_epsilon is nan, it must be positive and finite"
     )

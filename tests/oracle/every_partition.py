@@ -13,10 +13,20 @@ def time(layers, kind, start, stop):
 
 
 def num_bytes(layers, kind, start, stop):
-    """Parameters twice, the largest output; and where gradients are made, those and what backward needs."""
+    """What a worker holds whose slots are all like this one: parameters twice, working bytes, two inputs, two outputs.
+
+    And where gradients are made, those twice. Activations count as the largest one at an edge between layers.
+    """
     own = layers[start:stop]
+    edges = [layers[edge - 1].output_bytes for edge in range(start, stop + 1) if 0 < edge < len(layers)]
     found = max(layer.output_bytes for layer in own) + sum(2 * layer.parameter_bytes for layer in own)
-    return found + (sum(layer.gradient_bytes + layer.residual_bytes for layer in own) if kind in "XB" else 0)
+    found += {"F": 2 + 2, "X": 2 + 2, "B": 4 + 2}[kind] * max(edges, default=0)
+    return found + (sum(2 * layer.gradient_bytes + layer.residual_bytes for layer in own) if kind in "XB" else 0)
+
+
+def fits(layers, kind, start, stop, memory):
+    """Whether a slot may be: of one layer it always may."""
+    return stop - start == 1 or num_bytes(layers, kind, start, stop) <= memory
 
 
 def slots(plan):
@@ -34,13 +44,13 @@ def score(models, plans, workers):
 
 
 def best_score(models, workers, trained, memory=float("inf")):
-    """The best score of all plans of all models, or None if none fits in memory."""
+    """The best score of all plans of all models whose slots of several layers fit in memory."""
     options = [slowest_by_number(every(layers, trains, memory)) for layers, trains in zip(models, trained, strict=True)]
     scores = []
     for chosen in product(*options):
         number = sum(number for number, _ in chosen)
         scores.append((max(slowest for _, slowest in chosen) * max(number, workers), number))
-    return min(scores, default=None)
+    return min(scores)
 
 
 def slowest_by_number(found):
@@ -58,7 +68,7 @@ def every(layers, trains, memory):
         yield from groupings(layers, "F", num_layers, memory)
         return
     for turn in range(num_layers):
-        if num_bytes(layers, "X", turn, num_layers) <= memory:
+        if fits(layers, "X", turn, num_layers, memory):
             fused = time(layers, "X", turn, num_layers)
             sides = [list(groupings(layers, kind, turn, memory)) for kind in "FB"]
             for (forward, slowest), (backward, other) in product(*sides):
@@ -73,5 +83,5 @@ def groupings(layers, kind, stop, memory):
     inner = range(1, stop)
     for cuts in chain.from_iterable(combinations(inner, size) for size in range(stop)):
         groups = list(zip([0, *cuts], [*cuts, stop], strict=True))
-        if all(num_bytes(layers, kind, *group) <= memory for group in groups):
+        if all(fits(layers, kind, *group, memory) for group in groups):
             yield len(groups), max(time(layers, kind, *group) for group in groups)

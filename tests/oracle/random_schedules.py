@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -29,6 +30,27 @@ def cases(draw: st.DrawFn, transfers: bool = True, shared: bool = True, iteratio
     work = draw(workloads(iterations))
     choose = random.Random(draw(st.integers(0, 2**32)))
     schedule = random_schedule(work, draw(st.integers(1, 4)), choose)
+    return _case(draw, schedule, work, choose, transfers=transfers, shared=shared)
+
+
+@st.composite
+def bound_cases(draw: st.DrawFn, iterations: int = 3) -> Case:
+    """Draws a case whose stages stand on one worker each, with plans that are cut alike forward and backward."""
+    work = draw(workloads(iterations, alike=True))
+    choose = random.Random(draw(st.integers(0, 2**32)))
+    num_workers = draw(st.integers(1, 4))
+    homes = {stage: choose.randrange(num_workers) for _, stage in work.slots}
+    return _case(draw, random_schedule(work, num_workers, choose, homes), work, choose)
+
+
+def _case(
+    draw: st.DrawFn,
+    schedule: Schedule,
+    work: Workload,
+    choose: random.Random,
+    transfers: bool = True,
+    shared: bool = True,
+) -> Case:
     costs = {(kind, stage): random_cost(kind, choose) for stage, kind, _ in schedule.tasks}
     rates = [Fraction(choose.randint(1, 4)) for _ in range(4)]
     hardware = Hardware(
@@ -45,10 +67,11 @@ def cases(draw: st.DrawFn, transfers: bool = True, shared: bool = True, iteratio
 
 
 @st.composite
-def workloads(draw: st.DrawFn, iterations: int) -> Workload:
+def workloads(draw: st.DrawFn, iterations: int, alike: bool = False) -> Workload:
     num_layers, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     symmetric = st.just(Plan.symmetric(num_layers, range(num_layers)))
-    plan = draw(strategies.plans(num_layers) | symmetric)
+    fused = st.just(Plan.cut(num_layers, range(num_layers), range(num_layers)))
+    plan = draw(symmetric | (fused if alike else strategies.plans(num_layers)))
     num_iterations = draw(st.integers(1, iterations))
     backward = [(stage, m) for stage in range(num_layers) for m in range(num_microbatches * num_iterations)]
     return Workload(
@@ -61,8 +84,13 @@ def workloads(draw: st.DrawFn, iterations: int) -> Workload:
     )
 
 
-def random_schedule(work: Workload, num_workers: int, choose: random.Random) -> Schedule:
-    """Returns any order in which all tasks can run, cut at any points into the lists of the workers."""
+def random_schedule(
+    work: Workload, num_workers: int, choose: random.Random, homes: Mapping[int, int] | None = None
+) -> Schedule:
+    """Returns any order in which all tasks can run, cut at any points into the lists of the workers.
+
+    homes  the worker of each stage, if it has one
+    """
     workers: list[list[Task]] = [[] for _ in range(num_workers)]
     left, done = work.tasks, set[Task]()
     steadiness = choose.choice((0.0, 0.5, 0.9, 1.0))
@@ -76,7 +104,7 @@ def random_schedule(work: Workload, num_workers: int, choose: random.Random) -> 
             worker, same = choose.randrange(num_workers), ready
         task = choose.choice(same)
         slot = task.kind.replace("W", "I"), task.stage
-        workers[worker].append(task)
+        workers[worker if homes is None else homes[task.stage]].append(task)
         left.remove(task)
         done.add(task)
     return Schedule(tuple(map(tuple, workers)))

@@ -25,10 +25,7 @@ def generate(generator):
 
 def simulated(generator, plan, layers, num_workers, num_microbatches, hardware=COMPUTE_ONLY, *, resident=False):
     schedule, work = generate(generator)(Workload(plan.slots, num_microbatches), num_workers)
-    costs = stage_costs(plan, layers)
-    if resident:
-        costs = {slot: cost._replace(parameter_bytes=0, gradient_bytes=0) for slot, cost in costs.items()}
-    return simulate(schedule, costs, hardware, work).makespan_s
+    return simulate(schedule, stage_costs(plan, layers), hardware, work, resident=resident).makespan_s
 
 
 @st.composite
@@ -66,7 +63,7 @@ def test_the_quick_clock_is_the_simulator_with_a_link_for_each_transfer(
     work = Workload(plan.slots, num_microbatches)
     for hardware in (COMPUTE_ONLY, Hardware(upload=2.0, download=1.0, latency=0.5, prefetch=prefetch)):
         order = order_of(*generate(generator)(work, num_workers), hardware)
-        quick = makespans(order, slot_times(order.slots, layers, cuts, hardware, num_workers, resident=resident))
+        quick = makespans(order, slot_times(order, layers, cuts, hardware, num_workers, resident=resident))
         exact = simulated(generator, plan, layers, num_workers, num_microbatches, hardware, resident=resident)
         if hardware is COMPUTE_ONLY:
             assert quick == pytest.approx([exact] * 2)

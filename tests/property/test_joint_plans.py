@@ -40,3 +40,10 @@ def test_what_cannot_be_is_named():
         joint_slots([])
     with pytest.raises(PlanError, match="joint plan: has 1 plans and 2 models, needs one plan for each model"):
         joint_costs([Plan.single(1)], [[], []])
+    with pytest.raises(PlanError, match="joint plan: plan 1 has no stage, needs at least one"):
+        joint_slots([Plan.single(1), Plan((), None, ())])
+    with pytest.raises(PlanError) as caught:
+        partition_jointly(None, 2, True)
+    assert str(caught.value) == (
+        "partition: 2 problems\n  - models is None, it must be a sequence\n  - trained is True, it must be a sequence"
+    )

@@ -67,7 +67,7 @@ def precedence(work):
             graph.add_edges_from(
                 (iteration - 1 - work.staleness, task)
                 for task in tasks
-                if of(work, task) == iteration and (task.kind, task.stage) == work.slots[0]
+                if of(work, task) == iteration and (task.kind.replace("I", "B"), task.stage) == work.slots[0]
             )
     return graph
 

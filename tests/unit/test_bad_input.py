@@ -281,9 +281,9 @@ SAID = {
         "partition: memory is nan, it must be at least 0 and finite",
     ),
     "memory that is nearly enough": (
-        lambda: partition([LayerCost(0.7, 0.7, 2.3, 0.1, 1.1, 0.7, 0.1, 0.7, 0.7)], 1, 1, 2.8),
-        "partition: memory is 2.8 bytes a worker, 3 would do: layer 0 alone takes 2.9000000000000004 "
-        "(parameters twice, gradients, and what is live meanwhile)",
+        lambda: partition([LayerCost(0.7, 0.7, 2.3, 0.1, 1.1, 0.7, 0.1, 0.7, 0.7)], 1, 1, 2.1),
+        "partition: memory is 2.1 bytes a worker, 3 would do: layer 0 alone takes 2.1999999999999997 "
+        "(with the next slot's parameters, the last one's gradients, and activations)",
     ),
 }  # fmt: skip
 
@@ -309,7 +309,7 @@ def test_every_layer_of_a_file_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "[{}", '[{"forward": "1"}]', "[{\xff}]"])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[{}", "[{\xff}]"])
 def test_a_file_that_is_no_list_of_layers_is_refused(tmp_path, text):
     path = tmp_path / "costs.json"
     path.write_bytes(text.encode("latin-1"))

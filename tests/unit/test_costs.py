@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpfunc.errors import PlanError
-from rpfunc.plan import LayerCost, Plan, StageCost, partition, slot_bytes, stage_costs, uniform_costs
+from rpfunc.plan import LayerCost, Plan, StageCost, partition, stage_costs, uniform_costs
 from rpfunc.plan.costs import layer_costs
 from rpfunc.schedule import Schedule, Workload, simulate
 from rpfunc.testing import strategies
@@ -58,10 +58,6 @@ def test_a_model_that_is_not_trained_has_forward_stages_alone():
 def test_costs_of_another_model_are_refused():
     with pytest.raises(PlanError, match="the model has 3 layers"):
         stage_costs(Plan.parse("F0:1 X1:2 B0:1"), LAYERS)
-
-
-def test_a_slot_holds_the_next_ones_parameters_too():
-    assert slot_bytes(StageCost(1, parameter_bytes=10, gradient_bytes=2, input_bytes=9, working_bytes=5)) == 27
 
 
 def test_uniform_costs_split_backward_in_halves():

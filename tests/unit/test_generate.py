@@ -232,10 +232,10 @@ def test_every_option_that_cannot_work_is_listed():
         generate(model, params, [[1]], 0, temperature=-1.0, top_k=0, top_p=1.5, stop=3, chunk=0)
     assert str(error.value) == (
         "generate: 7 problems\n"
-        "  - num_tokens is 0; it must be finite and at least 1, for example 64\n"
-        "  - chunk is 0; it must be finite and at least 1, for example 512\n"
+        "  - num_tokens is 0; it must be a whole number of at least 1, for example 64\n"
+        "  - chunk is 0; it must be a whole number of at least 1, for example 512\n"
         "  - temperature is -1.0; it must be finite and at least 0, for example 1.0\n"
-        "  - top_k is 0; it must be finite and at least 1, for example 50\n"
+        "  - top_k is 0; it must be a whole number of at least 1, for example 50\n"
         "  - top_p is 1.5; it must be in (0, 1], for example 0.9\n"
         "  - top_k and top_p and temperature needs a key to draw with, for example key=rpfunc.random.key(0)\n"
         "  - stop is 3; it must be a collection of tokens, for example (0,)"

@@ -327,7 +327,7 @@ REFUSED = [
     (
         lambda: split_dispatch(Workload(TURN, 2), 2, {("B", 1): 2, ("F", 0): 0}),
         "split_dispatch: 2 problems\n"
-        "  - ways has B, 1, which is no slot\n"
+        "  - ways has ('B', 1), which is no slot, they are such as ('F', 0)\n"
         "  - slot 0F in 0 ways, it must be 1 to 2, the number of microbatches",
     ),
 ]

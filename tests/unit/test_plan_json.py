@@ -29,6 +29,11 @@ def test_a_plan_that_is_not_trained_has_no_backward():
     ("text", "message"),
     [
         ("{", "plan: is no JSON: Input data was truncated"),
+        ("[" * 100_000, "plan: is no JSON: maximum recursion depth exceeded while deserializing an object"),
+        (
+            '{"forward": [[0, 1000000000]]}',
+            "plan: forward 0 is [0, 1000000000], it must be a pair of layers, start and stop, as in [0, 6]",
+        ),
         ("[1]", "plan: is a JSON list, needs an object with forward, fused, backward"),
         ("{}", "plan: has no forward and no fused stage, needs one"),
         (
@@ -49,6 +54,26 @@ def test_a_plan_that_is_not_trained_has_no_backward():
             "plan 'F0:2 F3:4 X4:6 B0:3 B2:4': 2 problems\n"
             "  - forward leaves out layers 2:3 before 3:4\n"
             "  - backward repeats layers 2:3 before 2:4",
+        ),
+        (
+            '{"forward": [[0, 3]], "fused": [3, 5], "backward": [[0, 2], [1, 3]], "foo": 1}',
+            "plan 'F0:3 X3:5 B0:2 B1:3': 2 problems\n"
+            "  - has the unknown field 'foo', there are forward, fused, backward\n"
+            "  - backward repeats layers 1:2 before 1:3",
+        ),
+        (
+            '{"forward": [[0, 2], [3]], "fused": [4, 6], "backward": [[0, 3], [2, 4]], "foo": 1}',
+            "plan: 3 problems\n"
+            "  - has the unknown field 'foo', there are forward, fused, backward\n"
+            "  - forward 1 is [3], it must be a pair of layers, start and stop, as in [0, 6]\n"
+            "  - backward repeats layers 2:3 before 2:4",
+        ),
+        (
+            '{"forward": [[0, 1], [2, 3]], "fused": "last", "backward": [[1, 4]]}',
+            "plan: 3 problems\n"
+            "  - fused is 'last', it must be a pair of layers, start and stop, as in [0, 6]\n"
+            "  - forward leaves out layers 1:2 before 2:3\n"
+            "  - backward leaves out layers 0:1 before 1:4",
         ),
         (
             '{"forward": [[0, 4]], "fused": [4, 6]}',

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rpfunc import value_and_grad
 from rpfunc.errors import PlanError
 from rpfunc.plan import LayerCost, Plan, drift, load_costs, profile_costs, save_costs, stage_costs
-from rpfunc.schedule import Event, Task, Timeline, Workload, round_robin, simulate
+from rpfunc.schedule import Event, Task, Timeline, Workload, halve, round_robin, simulate, zb_h1
 from rpfunc.testing import exact, strategies
 
 ONE_EACH = Plan.cut(4, range(4), range(4))
@@ -29,19 +29,37 @@ def test_what_ran_is_what_is_measured(layers):
 def test_what_did_not_run_is_told_by_what_did():
     layers = [LayerCost(2, 7, 99, 99, 99)] * 3 + [LayerCost(99, 99, 12, 99, 99)]
     found = profile_costs(run(ONE_EACH, layers), ONE_EACH)
-    assert found[0] == LayerCost(2, 7, 7, 14 / 3, 7 / 3)
-    assert found[3] == LayerCost(4, 12, 12, 8, 4)
+    assert found[0] == LayerCost(2, 7, 7, 7, 7)
+    assert found[3] == LayerCost(4, 12, 12, 12, 12)
 
 
-def test_halves_that_ran_are_measured():
-    events = [("0F0", 1), ("0I0", 4), ("0W0", 2)]
+@pytest.mark.parametrize(
+    ("events", "wanted"),
+    [
+        ([("0F0", 1), ("0I0", 4), ("0W0", 2)], LayerCost(1, 4, 4, 4, 2)),
+        ([("0F0", 1), ("0I0", 4), ("0W0", 5)], LayerCost(1, 5, 5, 4, 5)),
+        ([("0F0", 1), ("0B1", 9), ("0I0", 4), ("0W0", 5)], LayerCost(1, 9, 9, 4, 5)),
+        ([("0F0", 1), ("0I0", 4)], LayerCost(1, 4, 4, 4, 4)),
+        ([("0F0", 1), ("0B0", 3)], LayerCost(1, 3, 3, 3, 3)),
+    ],
+)
+def test_each_half_runs_the_whole_backward(events, wanted):
     timeline = Timeline(tuple(Event(0, "compute", Task.parse(text), 0, took) for text, took in events), 1)
-    assert profile_costs(timeline, Plan.symmetric(1, [0])) == [LayerCost(1, 6, 6, 4, 2)]
+    assert profile_costs(timeline, Plan.symmetric(1, [0])) == [wanted]
+
+
+def test_a_run_in_halves_is_predicted_as_it_was():
+    """Each half takes 5, as the runtime's do; the profile's I and W are those, and not a share of their sum."""
+    plan, layers = Plan.symmetric(2, [0, 1]), [LayerCost(2, 5, 5, 5, 5)] * 2
+    work = halve(Workload(plan.slots, 4))
+    schedule = zb_h1(work, 2)
+    ran = simulate(schedule, stage_costs(plan, layers), work=work)
+    assert simulate(schedule, stage_costs(plan, profile_costs(ran, plan)), work=work) == ran
 
 
 def test_a_layer_that_only_ran_forward_is_taken_to_need_three_times_that_backward():
     timeline = Timeline((Event(0, "compute", Task.parse("0F0"), 0, 2.0),), 1)
-    assert profile_costs(timeline, Plan.parse("F0:1")) == [LayerCost.of_forward(2.0)]
+    assert profile_costs(timeline, Plan.parse("F0:1")) == [LayerCost(2, 6, 6, 6, 6)]
 
 
 def test_an_odd_microbatch_and_transfers_change_nothing():
@@ -55,7 +73,7 @@ def test_an_odd_microbatch_and_transfers_change_nothing():
 def test_sizes_are_taken_over():
     sizes = [LayerCost.of_forward(9.0, parameter_bytes=index, output_bytes=7) for index in range(4)]
     found = profile_costs(run(ONE_EACH, [LayerCost.of_forward(1.0)] * 4), ONE_EACH, sizes)
-    assert found == [LayerCost.of_forward(1.0, parameter_bytes=index, output_bytes=7) for index in range(4)]
+    assert found == [LayerCost(1, 3, 3, 3, 3, parameter_bytes=index, output_bytes=7) for index in range(4)]
 
 
 def test_a_real_run_is_measured():

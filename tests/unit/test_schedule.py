@@ -133,3 +133,16 @@ def test_what_can_be_made_can_be_read_again(stage):
     else:
         with pytest.raises(ScheduleError, match=r"place 1: .* is no task, needs .* numbers below 10\*\*18"):
             Schedule(tasks)
+
+
+def test_a_stage_that_is_forward_and_fused_is_refused_with_all_else():
+    with pytest.raises(ScheduleError) as caught:
+        Workload([("F", 0), ("X", 0), ("F", 1), ("F", 1), ("X", 1)], 2)
+    assert str(caught.value) == (
+        "workload: 3 problems\n"
+        "  - slot 3 is ('F', 1), which is there already\n"
+        "  - stage 0 is both forward and fused, it can be one of them\n"
+        "  - stage 1 is both forward and fused, it can be one of them"
+    )
+    with pytest.raises(ScheduleError, match="stage 0 is both forward and fused"):
+        Workload.of(Schedule.parse("0F0 0X0"))
