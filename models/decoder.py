@@ -19,7 +19,7 @@ from torch import Tensor
 from rpfunc import random
 from rpfunc.errors import ModelError
 from rpfunc.model import Model
-from rpfunc.models import feedforward, norms, rope, transformer
+from rpfunc.models import checks, feedforward, norms, rope, transformer
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,20 @@ class DecoderConfig:
     """On the output of attention and MLP; active where the batch has a constant `key`."""
 
     def __post_init__(self) -> None:
-        sizes = ("vocabulary", "width", "layers", "heads", "kv_heads", "head_size", "mlp_width")
+        sizes = {name: getattr(self, name) for name in ("vocabulary", "width", "kv_heads", "head_size", "mlp_width")}
         problems = [
-            f"{name} is {getattr(self, name)}, it must be at least 1" for name in sizes if getattr(self, name) < 1
+            *checks.counts(sizes),
+            *checks.counts({"layers": self.layers}, most=checks.MOST_LAYERS),
+            *checks.counts({"heads": self.heads}),
+            *checks.positives({"rope_theta": self.rope_theta, "norm_epsilon": self.norm_epsilon}),
+            *checks.positives({} if self.deviation is None else {"deviation": self.deviation}),
+            *checks.rates({"dropout": self.dropout}),
+            *checks.flags({"qk_norm": self.qk_norm, "bias": self.bias, "tied": self.tied}),
         ]
-        if self.kv_heads >= 1 and self.heads % self.kv_heads:
+        if not checks.counts({"heads": self.heads, "kv_heads": self.kv_heads}) and self.heads % self.kv_heads:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
-        if self.head_size % 2:
+        if not checks.counts({"head_size": self.head_size}) and self.head_size % 2:
             problems.append(f"head_size is {self.head_size}, rotary positions need it even")
-        for name in ("rope_theta", "norm_epsilon", "deviation"):
-            if getattr(self, name) is not None and not 0.0 < getattr(self, name) < math.inf:
-                problems.append(f"{name} is {getattr(self, name)}, it must be positive and finite")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout}, it must be at least 0 and below 1")
         if problems:
             raise ModelError.listing("decoder", problems)
 

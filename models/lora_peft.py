@@ -77,9 +77,9 @@ def module_names(model: Model) -> dict[str, str]:
 
 
 def save(
-    folder: str | Path,
     model: Model,
     params: Params,
+    folder: str | Path,
     *,
     names: Mapping[str, str] | None = None,
     base: str | None = None,

@@ -149,9 +149,20 @@ def block(shape: Block, name: str) -> Form:
     return attending(kv, rows, window=shape.window)
 
 
+FOREIGN = {
+    "input_ids": "'tokens'",
+    "attention_mask": "'visible', booleans",
+    "position_ids": "'positions'",
+}
+"""Names that transformers has for row leaves, and ours: padding that nobody reads would be attended to."""
+
+
 def _embedding(ends: Ends) -> Any:
     def embed(params: Any, x: tuple[()], batch: Batch) -> Tensor:
         del x
+        foreign = [f"row leaf {name!r} is not read, give {own}" for name, own in FOREIGN.items() if name in batch.row]
+        if foreign:
+            raise BatchError.listing("batch", foreign)
         tokens = _whole_numbers(batch, "tokens")
         embedded = _look_up(params["tokens"] if ends.positions else params, tokens)
         if ends.padding is not None:

@@ -19,6 +19,7 @@ from rpfunc.models.hf import files
 from rpfunc.models.hf.convert import COMPUTED, check_one_dtype, check_params, choose_table, leaves_of, to_params
 from rpfunc.models.hf.gguf import read_module
 from rpfunc.models.hf.pretrained import PretrainedModel, describe
+from rpfunc.models.lora import PREFIX as ADAPTERS
 
 
 def load(
@@ -39,6 +40,11 @@ def load(
     """
     _check_dtype(dtype)
     source = _unwrapped(source)
+    if hasattr(source, "peft_config") and hasattr(source, "merge_and_unload"):
+        raise ModelError(
+            f"load: source is a {type(source).__name__}; source.unload() is its base model, and lora_peft.load puts "
+            "the adapters on it that source.save_pretrained wrote; source.merge_and_unload() has them merged"
+        )
     if not isinstance(source, str | os.PathLike | torch.nn.Module):
         raise ModelError(f"load: source is a {type(source).__name__}, needs a folder, a GGUF file or a live module")
     if not isinstance(source, torch.nn.Module) and Path(source).suffix == ".gguf":
@@ -81,6 +87,17 @@ def save(model: Model, params: Params, folder: str | Path, *, shard_bytes: int =
             f"save: model is a {type(model).__name__}, needs a PretrainedModel, as load and from_config give"
         )
     table = describe(model.config, model.config.keys()).tables[0]
+    adapters = [name for name in params if name.startswith(ADAPTERS)] if isinstance(params, Mapping) else []
+    if adapters:
+        raise ModelError(
+            f"save: params hold adapters ({', '.join(adapters)}); save lora.merge(model, params), or the adapters "
+            "alone by lora_peft.save"
+        )
+    if isinstance(params, Mapping) and "head" in params and not any(("head",) in stored.paths for stored in table):
+        raise ModelError(
+            "save: params have a head of their own, the config ties it to the embedding; "
+            'hf.from_config({**model.config, "tie_word_embeddings": False}) in place of the model would do'
+        )
     check_params(table, params)
     pending = []
     for stored in table:

@@ -75,7 +75,7 @@ def resident_bytes(moments: Sequence[tuple[list[int], list[Moment]]], layers: Se
 
 
 def streamed_bytes(layers: Sequence[LayerCost], cuts: Cuts) -> Bytes:
-    """Returns for each row of cuts the bytes of the slot that takes most, with the parameters of one as large that is to follow."""
+    """Returns for each row of cuts the bytes of the slot that takes most, with the parameters of one as large ahead."""
     sizes = _Sizes.of(layers, cuts)
     return np.asarray((2 * sizes.parameters + sizes.gradients + sizes.largest + sizes.residuals).max(axis=0))
 

@@ -68,10 +68,10 @@ def search(
                  where each worker runs the whole model on microbatches of its own (data parallelism): ask for as many
                  slots as workers for a pipeline, whose workers hold a part of the model at a time
 
-    Tries balanced stages in every number that may pay, and the published rule's plan; without `split` every plan of
-    models of up to 8 layers; then moves cuts by a layer where that helps. A deal is timed only if no more than a few
-    are known to be faster than it can be. Of deals that take the same time, the one that moves the fewest bytes. With
-    hardware on which transfers take time, the best few are simulated with them.
+    Tries balanced stages in every number that may pay, and the published rule's plan; every plan of models of up to 8
+    layers, each slot on one worker; then moves cuts by a layer where that helps. A deal is timed only if no more than a
+    few are known to be faster than it can be. Of deals that take the same time, the one that moves the fewest bytes.
+    With hardware on which transfers take time, the best few are simulated with them.
 
     Under a limit, what comes out is held to `worker_bytes`, and where transfers take time to the simulated peak (of
     four iterations, if joined): links that do not keep up hold more. Where all of the best few pass the limit, plans
@@ -151,17 +151,19 @@ class Space:
 
         def allowed(candidates: Iterable[Candidate]) -> list[Candidate]:
             """Returns the rule's plan and others, if they fit and have enough slots; the rule's if none has."""
-            others = (each for each in candidates if each.deal.plan != rule and fits(each))
             first, least = self._once(rule), min(self.least_slots, 2 * len(self._layers) - 1)
-            return [each for each in chain([first], others) if len(each.slots) >= least] or [first]
+            plans = {rule: first} | {each.deal.plan: each for each in candidates if fits(each)}
+            return [each for each in plans.values() if len(each.slots) >= least] or [first]
 
-        balanced = allowed(self._balanced)
+        balanced = allowed([*self._balanced, self._layer_each])
+        undealt = allowed(self._every) if len(self._layers) <= FEW_LAYERS else balanced
         number = FINALISTS if self.hardware.transfers_cost else 1
         if split:
+            known = {each.deal.plan for each in balanced}
             dealt = chain.from_iterable(self._dealings(each, clock.joined, limit) for each in balanced)
-            found = clock.fastest(dealt, number)
+            found = clock.fastest(chain(dealt, (each for each in undealt if each.deal.plan not in known)), number)
         else:
-            found = clock.fastest(allowed(self._every) if len(self._layers) <= FEW_LAYERS else balanced, number)
+            found = clock.fastest(undealt, number)
         for _ in range(STEPS):
             moved = (Candidate(deal, self._slot_costs(deal.plan)) for deal in neighbours(found[0].candidate.deal))
             (best,) = clock.fastest(filter(fits, moved), 1, known=found[:1])
@@ -183,6 +185,12 @@ class Space:
     @cached_property
     def _balanced(self) -> list[Candidate]:
         return list(map(self._once, dict.fromkeys(balanced_plans(self._layers, self.workers))))
+
+    @property
+    def _layer_each(self) -> Candidate:
+        """The plan of the most slots, each of one layer."""
+        starts = range(len(self._layers))
+        return self._once(Plan.cut(len(starts), forward=starts, backward=starts))
 
     @cached_property
     def _every(self) -> list[Candidate]:

@@ -75,7 +75,7 @@ def _pretrained(options: TrainOptions) -> Start:
         tokenizer.save_pretrained(written[0])
         if options.lora is not None:
             written.append(folder / "adapters")
-            save_adapters(written[1], model, params)
+            save_adapters(model, params, written[1])
         return written
 
     return Start(model, params, None if options.lora is None else lora.frozen, encode, decode, export)

@@ -10,6 +10,7 @@ import torch
 from rpfunc import Batch, random
 from rpfunc.errors import BatchError, ModelError
 from rpfunc.models import LoraConfig, MlpConfig, RecurrenceConfig, ResnetConfig, mlp, recurrence, resnet
+from rpfunc.models.decoder import DecoderConfig
 
 NO_COUNTS = ["8", 2.5, 4.0, True, None, math.nan, [3], 0, -1, 10**13, 10**5000]
 NO_WIDTHS = ["ab", 4, None, (4.5, 8), ("4", 8), (True, 8), (0, 4), (10**13, 4), {4, 8}, ()]
@@ -28,6 +29,14 @@ WRONG = {
     (RecurrenceConfig, "memory"): [*NO_COUNTS, 1],
     (RecurrenceConfig, "norm_epsilon"): NO_NUMBERS,
     (RecurrenceConfig, "tied"): NO_FLAGS,
+    **{
+        (DecoderConfig, name): NO_COUNTS
+        for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_size", "mlp_width")
+    },
+    **{(DecoderConfig, name): NO_NUMBERS for name in ("rope_theta", "norm_epsilon")},
+    (DecoderConfig, "deviation"): [each for each in NO_NUMBERS if each is not None],
+    (DecoderConfig, "dropout"): NO_RATES,
+    **{(DecoderConfig, name): NO_FLAGS for name in ("qk_norm", "bias", "tied")},
     (LoraConfig, "targets"): [(), "query", (3,), ("query", None), None, 3],
     (LoraConfig, "rank"): NO_COUNTS,
     (LoraConfig, "alpha"): NO_NUMBERS,
@@ -49,7 +58,9 @@ def made(config, **values):
 def test_values_of_another_kind_are_refused_by_name(config, name):
     for value in WRONG[config, name]:
         needed = {"targets": ("query",)} if config is LoraConfig else {}
-        with pytest.raises(ModelError, match=rf"^(mlp|resnet|recurrence|lora): {name} is .{{1,70}}, it (must|needs) "):
+        with pytest.raises(
+            ModelError, match=rf"(?s)^(mlp|resnet|recurrence|decoder|lora): .*{name} is .{{1,70}}, it (must|needs) "
+        ):
             made(config, **needed | {name: value})
 
 

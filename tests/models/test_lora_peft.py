@@ -60,7 +60,7 @@ def test_peft_loads_what_is_written_and_gives_equal_logits(tmp_path, tied, stabi
     config = lora.LoraConfig(TARGETS, rank=3, alpha=5.0, rank_stabilised=stabilised)
     model, params = lora.adapt(plain, params, config, random.key(0))
     params = filled(params)
-    lora_peft.save(tmp_path, model, params)
+    lora_peft.save(model, params, tmp_path)
     before = logits_of(module)
     theirs = peft.PeftModel.from_pretrained(module, tmp_path)
     batch = Batch(row={"tokens": TOKENS})
@@ -104,7 +104,7 @@ def gpt2():
 def test_tables_of_places_go_both_ways(tmp_path, targets, modules):
     model, params = lora.adapt(*hf.load(gpt2()), lora.LoraConfig(targets, rank=2), random.key(0))
     params = filled(params)
-    lora_peft.save(tmp_path / "ours", model, params)
+    lora_peft.save(model, params, tmp_path / "ours")
     stored = load_file(tmp_path / "ours" / "adapter_model.safetensors")
     assert stored["base_model.model.transformer.wpe.lora_embedding_A"].shape == (2, 9)
     theirs = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "ours")
@@ -152,7 +152,7 @@ def test_plain_parameters_of_an_adapted_model_are_not_written(tmp_path):
     plain, params = hf.load(llama())
     model, _ = lora.adapt(plain, params, lora.LoraConfig(TARGETS), random.key(0))
     with pytest.raises(ModelError, match="lora: params lacks the adapters 'lora_embedding', 'lora_block0', "):
-        lora_peft.save(tmp_path / "new", model, params)
+        lora_peft.save(model, params, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -161,7 +161,7 @@ def test_folders_that_cannot_be_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/x", "a\0b"):
         with pytest.raises(CheckpointError, match=r"^adapters .*: cannot be made a folder \(.*\); give another path"):
-            lora_peft.save(folder, model, params)
+            lora_peft.save(model, params, folder)
         with pytest.raises(CheckpointError, match=r"^adapters .*adapter_config.json: cannot be read"):
             lora_peft.load(folder, *hf.load(llama()))
 
@@ -217,14 +217,14 @@ def test_names_of_ones_own_serve_a_model_without_a_config(tmp_path):
     model, adapted = lora.adapt(plain, params, lora.LoraConfig(("query", "embedding")), random.key(1))
     names = {"block0.attention.query": "layers.0.q", "embedding": "table"}
     with pytest.raises(ModelError, match="peft: the model has no config that says what its weights are called"):
-        lora_peft.save(tmp_path, model, adapted)
+        lora_peft.save(model, adapted, tmp_path)
     with pytest.raises(ModelError) as error:
-        lora_peft.save(tmp_path, model, adapted, names={"embedding": "table"})
+        lora_peft.save(model, adapted, tmp_path, names={"embedding": "table"})
     assert str(error.value) == "peft: names lacks 'block0.attention.query', so PEFT has no module for its adapter"
     with pytest.raises(ModelError, match=r"peft: the model has no adapters; lora.adapt makes some"):
-        lora_peft.save(tmp_path, plain, params, names=names)
+        lora_peft.save(plain, params, tmp_path, names=names)
     assert list(tmp_path.iterdir()) == []
-    lora_peft.save(tmp_path, model, adapted, names=names)
+    lora_peft.save(model, adapted, tmp_path, names=names)
     _, read = lora_peft.load(tmp_path, plain, params, names=names)
     assert_equal_bits(lora.split(read)[1], lora.split(adapted)[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -235,7 +235,7 @@ def written(tmp_path):
     """A folder of good adapters, and what changes its config or its tensors."""
     plain, params = hf.load(llama())
     model, adapted = lora.adapt(plain, params, lora.LoraConfig(TARGETS, rank=3), random.key(0))
-    lora_peft.save(tmp_path, model, filled(adapted))
+    lora_peft.save(model, filled(adapted), tmp_path)
 
     def change(config=None, tensors=None):
         path = tmp_path / "adapter_config.json"
@@ -307,3 +307,24 @@ def test_files_that_cannot_be_read_are_named(written, tmp_path):
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapters .*adapter_config.json: cannot be read"):
         load()
+
+
+def test_what_is_meant_for_another_function_is_told_which(tmp_path):
+    plain, params = hf.load(llama(tied=True))
+    model, adapted = lora.adapt(plain, params, lora.LoraConfig(("head.projection", "*query"), rank=2), random.key(0))
+    with pytest.raises(ModelError, match=r"params hold adapters \(lora_block0, .*lora.merge.*lora_peft.save"):
+        hf.save(model, adapted, tmp_path)
+    with pytest.raises(ModelError, match=r"params hold adapters"):
+        hf.save(plain, adapted, tmp_path)
+    merged, whole = lora.merge(model, filled(adapted))
+    with pytest.raises(ModelError, match=r"a head of their own, the config ties it to the embedding; hf.from_config"):
+        hf.save(merged, whole, tmp_path)
+    untied = hf.from_config({**plain.config, "tie_word_embeddings": False})
+    hf.save(untied, whole, tmp_path)
+    batch = Batch(row={"tokens": TOKENS})
+    theirs = logits_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert (theirs - model(filled(adapted), batch)).abs().max() < 1e-5
+    wrapped = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ModelError, match=r"source is a PeftModel; source.unload\(\) is its base model"):
+        hf.load(wrapped)
+    assert hf.load(wrapped.unload())[1].keys() == {"embedding", "norm", "block0", "block1", "head"}

@@ -56,3 +56,12 @@ def test_positions_that_a_model_of_learned_ones_does_not_have(place):
     positions = torch.tensor([[0, 1, 2], [0, 1, place]])
     for text in refusals(hf.load(module(MODELS["gpt2"])), {"tokens": TOKENS, "positions": positions}):
         assert text == f"batch: row leaf 'positions' holds {place}; the model's are 0 to 15"
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("input_ids", "'tokens'"), ("attention_mask", "'visible', booleans"), ("position_ids", "'positions'")],
+)
+def test_leaves_under_transformers_names_are_refused_and_not_passed_over(loaded, name, own):
+    for told in refusals(loaded, {"tokens": TOKENS, name: TOKENS}):
+        assert told == f"batch: row leaf {name!r} is not read, give {own}"

@@ -228,3 +228,23 @@ def test_joined_iterations_take_what_the_simulator_finds_with_transfers():
 def test_layers_that_take_no_time_are_planned_too():
     for layers, workers in (([0.0, 1.0, 1.0], 2), ([0.0] * 3, 2), ([0.0, 1.0, 1.0], 1)):
         assert search(layers, workers, 4).deal.plan.num_layers == 3
+
+
+@settings(max_examples=max(10, settings.default.max_examples // 3))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 12),
+    st.booleans(), st.sampled_from([Hardware(), Hardware(upload=20.0, download=20.0)]),
+)  # fmt: skip
+def test_dealt_slots_are_never_worse_than_undealt_ones_and_as_many_as_asked_for(
+    forward, workers, microbatches, least, joined, hardware
+):
+    layers = [LayerCost.of_forward(each, parameter_bytes=each, gradient_bytes=each, output_bytes=1) for each in forward]
+    options = {"least_slots": least, "joined": joined}
+    dealt = search(layers, workers, microbatches, hardware, **options)
+    undealt = search(layers, workers, microbatches, hardware, split=False, **options)
+    for found in (dealt, undealt):
+        assert len(found.deal.plan.slots) >= min(least, 2 * len(layers) - 1)
+    if not hardware.transfers_cost:
+        assert dealt.time <= undealt.time * (1 + 1e-8)
+    else:  # some of the best without transfers are simulated with them
+        assert dealt.time <= undealt.time * 1.02
