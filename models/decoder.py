@@ -61,15 +61,17 @@ class DecoderConfig:
             *checks.counts(sizes),
             *checks.counts({"layers": self.layers}, most=checks.MOST_LAYERS),
             *checks.counts({"heads": self.heads}),
-            *checks.positives({"rope_theta": self.rope_theta, "norm_epsilon": self.norm_epsilon}),
-            *checks.positives({} if self.deviation is None else {"deviation": self.deviation}),
-            *checks.rates({"dropout": self.dropout}),
-            *checks.flags({"qk_norm": self.qk_norm, "bias": self.bias, "tied": self.tied}),
         ]
         if not checks.counts({"heads": self.heads, "kv_heads": self.kv_heads}) and self.heads % self.kv_heads:
             problems.append(f"heads is {self.heads}, it must be a multiple of kv_heads {self.kv_heads}")
         if not checks.counts({"head_size": self.head_size}) and self.head_size % 2:
             problems.append(f"head_size is {self.head_size}, rotary positions need it even")
+        problems += [
+            *checks.positives({"rope_theta": self.rope_theta, "norm_epsilon": self.norm_epsilon}),
+            *checks.positives({} if self.deviation is None else {"deviation": self.deviation}),
+            *checks.rates({"dropout": self.dropout}),
+            *checks.flags({"qk_norm": self.qk_norm, "bias": self.bias, "tied": self.tied}),
+        ]
         if problems:
             raise ModelError.listing("decoder", problems)
 
