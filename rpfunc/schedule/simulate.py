@@ -117,6 +117,7 @@ def compute_only(schedule: Schedule, costs: StageCosts, update: float, work: Wor
             parked.setdefault(waits_for, []).append(index)
     if parked:
         validate(schedule, work)  # which says who waits for what
+        raise AssertionError("simulate: tasks wait for ever in a schedule that validate accepts")
     return Timeline(tuple(event for own in events for event in own), len(schedule.workers))
 
 

@@ -81,4 +81,5 @@ def with_transfers(schedule: Schedule, costs: StageCosts, hardware: Hardware, wo
                         release(at_end[first_end[number] : first_end[number + 1]])
     if any(awaited):
         validate(schedule, work)  # which says who waits for ever
+        raise AssertionError("simulate: tasks wait for ever in a schedule that validate accepts")
     return Timeline(tuple(event for lane in lanes.values() for event in lane), len(schedule.workers))

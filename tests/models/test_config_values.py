@@ -145,7 +145,9 @@ def test_leaves_that_are_missing_or_elsewhere():
 
 
 @pytest.mark.parametrize(
-    "change", [torch.Tensor.long, torch.Tensor.byte, torch.Tensor.float, lambda x: x[..., None]], ids=str
+    "change",
+    [torch.Tensor.long, torch.Tensor.byte, torch.Tensor.float, lambda x: x[..., None]],
+    ids=["long", "byte", "float", "three dimensions"],
 )
 def test_a_recurrence_reads_which_rows_are_visible_as_booleans(change):
     config = RecurrenceConfig(vocabulary=5, width=4, layers=1, state_width=3, mlp_width=4)
