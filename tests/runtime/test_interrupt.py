@@ -12,12 +12,13 @@ import pytest
 from rpfunc.runtime.waiting import acquire, result_of, wait_until
 
 PROGRAM = """
-    import threading, time
+    import signal, threading, time
     import torch
     from rpfunc import Layer, Model, Plan, value_and_grad
     from rpfunc.stream import rowwise
     from rpfunc.testing import exact
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     sound = exact.model(("square",))
     begun = []
 
