@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError
-from rpfunc.plan.checks import shown
+from rpfunc.plan.checks import count_problems, is_count, shown
 
 MOST_SIZE = 2**31 - 1
 """The largest size of anything in a model."""
@@ -27,14 +27,12 @@ def counts(values: Mapping[Any, Any], least: int = 1, most: int = MOST_SIZE) -> 
     >>> counts({"layers": 0, "width": "8", "heads": 4})
     ['layers is 0, it must be at least 1', "width is '8', it must be a whole number"]
     """
-    problems = []
+    problems: list[str] = []
     for name, value in values.items():
-        if not is_count(value):
-            problems.append(f"{name} is {shown(value)}, it must be a whole number")
-        elif value < least:
-            problems.append(f"{name} is {shown(value)}, it must be at least {least}")
-        elif value > most:
-            problems.append(f"{name} is {shown(value)}, it must be at most {most}")
+        if isinstance(value, bool):
+            problems.append(f"{name} is {value}, it must be a whole number")
+        else:
+            problems += count_problems({name: value}, least, most)
     return problems
 
 
@@ -77,11 +75,6 @@ def flags(values: Mapping[str, Any]) -> list[str]:
         for name, value in values.items()
         if not isinstance(value, bool)
     ]
-
-
-def is_count(value: Any) -> bool:
-    """Returns whether a value is a whole number, also one of numpy's; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:

@@ -22,6 +22,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model, Params, accumulator_dtype
 from rpfunc.models import checks
+from rpfunc.plan.checks import is_count
 from rpfunc.stream import opaque
 
 Normalise = Callable[[Any, str, Tensor, Batch], Tensor]
@@ -60,7 +61,7 @@ class ResnetConfig:
         ]
         if self.norm not in ("batch", "frozen", "group"):
             problems.append(f"norm is {self.norm!r}, it must be 'batch', 'frozen' or 'group'")
-        whole = isinstance(self.widths, tuple | list) and all(map(checks.is_count, (self.groups, *self.widths)))
+        whole = isinstance(self.widths, tuple | list) and all(map(is_count, (self.groups, *self.widths)))
         whole = whole and 1 <= self.groups <= checks.MOST_SIZE
         if self.norm == "group" and whole and any(width % self.groups for width in self.widths):
             problems.append(f"widths is {self.widths}, group norm needs multiples of groups, which is {self.groups}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from rpfunc import random, tree
 from rpfunc.errors import BatchError, ModelError
 from rpfunc.model import Model, Params
-from rpfunc.plan.checks import shown
+from rpfunc.plan.checks import is_count, shown
 from rpfunc.stream.chunk_major import looking_ahead
 
 MOST_TOKENS = 10_000_000
@@ -25,9 +25,9 @@ MOST_COUNT = 2**62
 
 def count(name: str, value: Any, least: int, most: int, example: int) -> str | None:
     """Returns what is wrong unless `value` is a whole number from `least` to `most`."""
-    if is_whole(value) and least <= value <= most:
+    if is_count(value) and least <= value <= most:
         return None
-    bound = f"at least {least}" if not (is_whole(value) and value > most) else f"at most {most}"
+    bound = f"at least {least}" if not (is_count(value) and value > most) else f"at most {most}"
     return f"{name} is {shown(value)}; it must be a whole number of {bound}, for example {example}"
 
 
@@ -49,14 +49,9 @@ def draws_with(key: Any) -> str | None:
 
 def stops(tokens: Any) -> str | None:
     """Returns what is wrong unless `tokens` is a collection of whole numbers from 0."""
-    if isinstance(tokens, Collection) and all(is_whole(token) and 0 <= token <= MOST_COUNT for token in tokens):
+    if isinstance(tokens, Collection) and all(is_count(token) and 0 <= token <= MOST_COUNT for token in tokens):
         return None
     return f"stop is {shown(tokens)}; it must be a collection of tokens, for example (0,)"
-
-
-def is_whole(value: Any) -> bool:
-    """Returns whether a value is a whole number, also one of numpy's; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_model(model: Any, params: Params) -> None:

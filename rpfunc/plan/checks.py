@@ -84,6 +84,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, Integral)
 
 
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number and neither True nor False."""
+    return is_whole(value) and not isinstance(value, bool)
+
+
 def shown(value: object) -> str:
     """Returns a value as text, cut where it is long."""
     try:

@@ -13,7 +13,7 @@ import torch
 
 from rpfunc.errors import OptionsError
 from rpfunc.meter import Meter
-from rpfunc.plan.checks import is_whole
+from rpfunc.plan.checks import is_count
 from rpfunc.runtime.cuda import open_cuda
 from rpfunc.runtime.device import Device, Link, LinkedCpu
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
@@ -53,8 +53,7 @@ class Cpu:
             raise OptionsError(f"worker: threads is {self.threads}, it must be {bound}")
         if self.link is not None and not isinstance(self.link, Link):
             raise OptionsError(f"worker: link is {self.link!r}, needs a Link or None")
-        whole = is_whole(self.memory_bytes) and not isinstance(self.memory_bytes, bool)
-        if self.memory_bytes is not None and (not whole or self.memory_bytes < 1):
+        if self.memory_bytes is not None and (not is_count(self.memory_bytes) or self.memory_bytes < 1):
             raise OptionsError(f"worker: memory_bytes is {self.memory_bytes!r}, it must be at least 1 byte, or None")
 
     @property
