@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rpfunc.errors import ScheduleError
@@ -58,6 +58,8 @@ def test_an_order_in_which_an_iteration_overtakes_its_update_is_refused(kinds, s
         validate(schedule, work)  # in this order each update has ended
 
 
+@example([1, 3], 2, 2)  # each slot goes to the same worker again: the first runs ahead of the second
+@example([2, 9, 1], 1, 3)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 4))
 def test_forward_iterations_take_what_many_of_them_take_on_average(times, num_microbatches, workers):
     """Nothing holds them up, so the first slots run ever further ahead where a later one takes longer."""
