@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.checks import count_problems, is_count, shown
 from rpfunc.errors import BatchError
-from rpfunc.plan.checks import count_problems, is_count, shown
 
 MOST_SIZE = 2**31 - 1
 """The largest size of anything in a model."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rpfunc import random, tree
+from rpfunc.checks import shown
 from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model, Params, accumulator_dtype
 from rpfunc.models import checks
 from rpfunc.models.lora_products import Adapter, Adapting, merged_weight
 from rpfunc.models.lora_targets import Weight, matching, weights, without_rows
-from rpfunc.plan.checks import shown
 from rpfunc.stream import Attending, Bidirectional, Opaque, Recurrent, RowWise
 
 PREFIX = "lora_"

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rpfunc import random
 from rpfunc.batch import Batch
+from rpfunc.checks import is_count
 from rpfunc.errors import ModelError
 from rpfunc.model import Form, Layer, Model, Params, accumulator_dtype
 from rpfunc.models import checks
-from rpfunc.plan.checks import is_count
 from rpfunc.stream import opaque
 
 Normalise = Callable[[Any, str, Tensor, Batch], Tensor]

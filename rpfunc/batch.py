@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rpfunc import tree
+from rpfunc.checks import count_problems, is_count, plain_number, shown
 from rpfunc.errors import BatchError
 
 
@@ -40,8 +41,16 @@ class Batch:
     first_row: int = 0
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise BatchError(f"batch: group_size is {self.group_size}, it must be at least 1")
+        object.__setattr__(self, "group_size", plain_number(self.group_size))
+        parts = {"row": self.row, "example": self.example, "group": self.group, "constant": self.constant}
+        odd = [
+            f"{name} is a {type(part).__name__}, needs a dict of leaves by name"
+            for name, part in parts.items()
+            if not isinstance(part, Mapping)
+        ]
+        odd += count_problems({"group_size": self.group_size})
+        if odd:
+            raise BatchError.listing("batch", odd)
         sizes = [(f"row.{path}", leaf, 1) for path, leaf in _named(self.row)]
         sizes += [(f"example.{path}", leaf, 1) for path, leaf in _named(self.example)]
         sizes += [(f"group.{path}", leaf, self.group_size) for path, leaf in _named(self.group)]
@@ -131,9 +140,11 @@ class Batch:
         Fewer groups than `num` give fewer microbatches. Raises BatchError for num < 1 or an empty batch.
         """
         num_groups = self.num_examples // self.group_size
-        if num < 1 or num_groups < 1:
-            raise BatchError(f"batch: cannot cut {num_groups} groups into {num} microbatches, both must be at least 1")
-        num = min(num, num_groups)
+        if not is_count(num) or num < 1 or num_groups < 1:
+            raise BatchError(
+                f"batch: cannot cut {num_groups} groups into {shown(num)} microbatches, both must be at least 1"
+            )
+        num = min(int(num), num_groups)
         size, larger = divmod(num_groups, num)
         stops = [(index * size + min(index, larger)) * self.group_size for index in range(num + 1)]
         return [self.examples(start, stop) for start, stop in pairwise(stops)]

@@ -18,6 +18,7 @@ from rpfunc.objectives.checks import check_options
 from rpfunc.random import Key
 from rpfunc.sampling import Sampler
 from rpfunc.stream import RowWise, Stepping
+from rpfunc.stream.calls import Calling
 from rpfunc.stream.flat import rows, spans
 
 
@@ -120,7 +121,9 @@ class _Memories:
                 "which says what is padding; use prompts of one length at a time, or a model that reads it"
             )
         if self._head is not None:
-            x = self._head(self._params, rows(x, stop - start - 1, stop - start), batch.rows(stop - 1, stop))
+            x, piece = rows(x, stop - start - 1, stop - start), batch.rows(stop - 1, stop)
+            with Calling(self._head, "forward", self._head.select(self._params), x, piece):
+                x = self._head(self._params, x, piece)
         logits = checks.logits_of(x)[:, -1]
         finite = torch.isfinite(logits.amax(dim=-1))
         if not finite.all():
@@ -134,7 +137,8 @@ class _Memories:
         for layer, memory in zip(self._body, self._memories, strict=True):
             assert isinstance(layer.form, Stepping)  # `check_model`'s own rule
             selected = layer.select(self._params)
-            x = layer.form.advance(selected, x, piece, memory, start, stop, self.num_rows)
+            with Calling(layer, "forward", selected, x, piece):
+                x = layer.form.advance(selected, x, piece, memory, start, stop, self.num_rows)
         return x
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rpfunc import random, tree
+from rpfunc.checks import is_count, shown
 from rpfunc.errors import BatchError, ModelError
 from rpfunc.model import Model, Params
-from rpfunc.plan.checks import is_count, shown
 from rpfunc.stream.chunk_major import looking_ahead
 
 MOST_TOKENS = 10_000_000

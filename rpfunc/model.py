@@ -116,8 +116,8 @@ class Model:
             raise ModelError(f"model: params is a {type(params).__name__}, needs a dict of subtrees by name")
         wanted = {name for layer in self.layers for name in layer.subtrees}
         problems = [f"params lacks subtree {name!r}" for name in sorted(wanted - params.keys())]
-        problems += [f"no layer reads subtree {name!r} of params" for name in sorted(params.keys() - wanted)]
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        problems += [f"no layer reads subtree {name!r} of params" for name in sorted(params.keys() - wanted, key=repr)]
+        for path, leaf in zip(tree.paths(dict(params)), tree.leaves(dict(params)), strict=True):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 found = f"{leaf.dtype} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
                 advice = "; hold torch.view_as_real of it" if isinstance(leaf, Tensor) and leaf.is_complex() else ""

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict
 from rich.console import Console
 
@@ -34,13 +34,19 @@ TOO_MUCH = ("can't allocate memory", "out of memory", "can't start new thread")
 
 def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Path] = ()) -> App:
     """Returns the commands; `config`, from the files `loaded`, gives `train`'s options, below the flags."""
+    given: dict[tuple[str, ...], str] = {}
+
+    def note_given(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        del app, commands
+        given.update({argument.keys: argument.name for argument in arguments if argument.tokens and argument.keys})
+
     app = App(
         name="rpfunc",
         help="Pipeline schedules and exact streamed gradients for pure PyTorch functions.",
         suppress_keyboard_interrupt=False,  # `main` says so
     )
 
-    @app.command(config=config)
+    @app.command(config=[*config, note_given])
     def train(
         config: Path | None = None,
         /,
@@ -58,7 +64,7 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         out
             Folder for the run; it must not exist. Default: runs/ and the name of the config, with -2, -3 ... if taken.
         resume
-            Folder of a run to continue from its last checkpoint, with its own options.
+            Folder of a run to continue from its last checkpoint, with its own options; others are refused.
         """
         if config is not None and config not in loaded:
             raise OptionsError(
@@ -67,9 +73,9 @@ def build_app(console: Console, config: Sequence[Dict] = (), loaded: Sequence[Pa
         check_numbers(options)
         if resume is None:
             return train_run(console, options, config, out)
-        if config is not None or out is not None or options != TrainOptions():
-            raise OptionsError("resume: a run continues with its own options; give --resume RUN and nothing else")
-        return resume_run(console, resume)
+        if out is not None:
+            raise OptionsError(f"resume: out is {out}, but a run goes on in its own folder, {resume}: leave out --out")
+        return resume_run(console, resume, options, config, given)
 
     @app.command(name="sample")
     def write(run: Path, /, *, prompt: str = "And ", length: int = 300, temperature: float = 0.8, seed: int = 0) -> int:

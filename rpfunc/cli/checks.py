@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rpfunc.checks import shown
 from rpfunc.errors import OptionsError
-from rpfunc.plan.checks import shown
 
 LARGEST = 2**63 - 1
 """The largest whole number of an option: what 64 bits hold."""

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
+from rpfunc.checks import count_problems
 from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.decoders import DECODERS, decoder_shape
 from rpfunc.plan.presets import ACCELERATORS, machine
 from rpfunc.plan.roofline import Roofline, roofline_table

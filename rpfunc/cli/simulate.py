@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
+from rpfunc.checks import count_problems
 from rpfunc.cli.roofline import microbatch, roofline_record
 from rpfunc.cli.tables import Column, tables
 from rpfunc.errors import OptionsError
 from rpfunc.files import replace_file
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.compare import SCHEDULES, Compared, compare
 from rpfunc.plan.decoders import decoder_costs, decoder_shape
 from rpfunc.plan.presets import machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,19 +35,41 @@ def train_run(console: Console, options: TrainOptions, config: Path | None, out:
     setting = prepare(options)
     state = setting.initial_state()  # before anything is written: a model too large fails here
     folder = RunFolder(out or _free_folder(Path("runs"), config.stem if config else "run"))
-    folder.create(options)
-    console.print(f"writing to {folder.path}", highlight=False)
-    return _run(console, setting, folder, state)
+    with folder.begin(options):
+        console.print(f"writing to {folder.path}", highlight=False)
+        return _run(console, setting, folder, state)
 
 
-def resume_run(console: Console, path: Path) -> int:
-    """Continues a run from its last checkpoint; returns the exit code."""
+def resume_run(
+    console: Console, path: Path, options: TrainOptions, config: Path | None, given: Mapping[tuple[str, ...], str]
+) -> int:
+    """Continues a run from its last checkpoint; returns the exit code.
+
+    given  the options' names by their paths in `options`, of those that flags or a config set; ones that differ from
+           the run's own are refused
+    """
     folder = RunFolder(path)
-    setting = prepare(folder.read_options())
+    own = folder.read_options()
+    _check_same(path, own, _absolute(options, config.parent if config else Path()), given)
+    setting = prepare(own)
     state = restore(setting, folder)
     folder.rewind(state.step)
     console.print(f"continuing {folder.path} after step {state.step} of {setting.options.steps}", highlight=False)
     return _run(console, setting, folder, state)
+
+
+def _check_same(path: Path, own: TrainOptions, other: TrainOptions, given: Mapping[tuple[str, ...], str]) -> None:
+    pairs = {name: (_value(own, keys), _value(other, keys)) for keys, name in given.items()}
+    problems = [f"{name} is {new!r}, the run has {old!r}" for name, (old, new) in pairs.items() if old != new]
+    if problems:
+        hint = "a run goes on with its own options; leave out what differs, or begin another run with --out"
+        raise OptionsError.listing(f"resume {path}: {hint}", problems)
+
+
+def _value(options: object, keys: Sequence[str]) -> object:
+    for key in keys:
+        options = getattr(options, key, None)  # none: of a section that is left out
+    return options
 
 
 def _absolute(options: TrainOptions, folder: Path) -> TrainOptions:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, layer_costs, stage_costs
 from rpfunc.plan.plan import Plan
 

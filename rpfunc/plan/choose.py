@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rpfunc.checks import count_problems, rate_problems
 from rpfunc.errors import PlanError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
-from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.stream.attending import Attending
 from rpfunc.stream.chunk_major import can_step
 from rpfunc.stream.streaming import Streaming

@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, layer_costs
 from rpfunc.plan.filling import Line, smallest_bound
 from rpfunc.plan.plan import Plan

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from rpfunc.checks import is_size, plain_number, shown, size_needed, size_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import is_size, plain_number, shown, size_needed, size_problems
 from rpfunc.plan.plan import Plan, Span
 
 

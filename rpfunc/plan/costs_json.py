@@ -7,9 +7,9 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from rpfunc.checks import MOST, size_problems
 from rpfunc.errors import PlanError
 from rpfunc.files import replace_file
-from rpfunc.plan.checks import MOST, size_problems
 from rpfunc.plan.costs import LayerCost
 
 NEEDED = "needs a list of layers, each an object of numbers"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rpfunc.checks import count_problems, rate_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.plan.costs import LayerCost
 
 MOST_LAYERS = 10_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rpfunc.checks import count_problems, rate_problems, size_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems, rate_problems, size_problems
 
 
 @dataclass(frozen=True)

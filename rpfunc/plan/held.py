@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, StageCost
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.float64]]

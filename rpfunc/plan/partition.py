@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rpfunc.checks import count_problems, shown, size_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems, shown, size_problems
 from rpfunc.plan.costs import LayerCost, layer_costs, slot_costs_of
 from rpfunc.plan.held import SHORTLY, Ahead, Bytes, SlotRoom, worker_bytes
 from rpfunc.plan.plan import Plan, Span

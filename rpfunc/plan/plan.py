@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rpfunc.checks import shown
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import shown
 
 
 class Span(NamedTuple):

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.checks import count_problems, rate_problems
 from rpfunc.errors import OptionsError, PlanError
 from rpfunc.meter import Following, Meter
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
-from rpfunc.plan.checks import count_problems, rate_problems
 from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.chunk_major import check_stepping
 from rpfunc.stream.flat import FewChunks

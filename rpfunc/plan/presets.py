@@ -6,8 +6,8 @@ import math
 import re
 from typing import NamedTuple
 
+from rpfunc.checks import is_real, shown
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import is_real, shown
 from rpfunc.plan.hardware import Hardware
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import PlanError
-from rpfunc.plan.checks import count_problems
 from rpfunc.plan.costs import LayerCost, StageCost, stage_costs
 from rpfunc.plan.decoders import DecoderShape, decoder_costs
 from rpfunc.plan.hardware import Hardware

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from rpfunc.checks import count_problems, is_whole, shown
 from rpfunc.errors import PlanError
 from rpfunc.plan.bounds import lower_bound
 from rpfunc.plan.candidates import balanced_plans, deals, every_plan, neighbours
-from rpfunc.plan.checks import count_problems, is_whole, shown
 from rpfunc.plan.clock import Candidate, Clock, Simulated
 from rpfunc.plan.costs import LayerCost, StageCost, layer_costs, slot_costs_of
 from rpfunc.plan.deal import Deal

@@ -47,8 +47,8 @@ def apply(
     """
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     given = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    if chosen is None:
-        chosen, given = Plan((Span(0, model.num_layers),), None, ()), given or _deal
+    if chosen is None and isinstance(model, Model):  # what is none is told with all else that cannot work
+        chosen, given = Plan((Span(0, model.num_layers),), None, ()), _deal if given is None else given
     job = Job(
         model,
         None,
@@ -66,6 +66,7 @@ def apply(
     def function(params: Params, batch: Batch) -> tuple[Any, Timeline]:
         model.check(params)
         with open_runtime(workers) as runtime, Session(job, runtime) as session:
+            assert chosen is not None
             running = session.start(params, batch, chosen)
             timeline = running.dispatch.wait()
             return _joined(running.iteration.outputs()), timeline

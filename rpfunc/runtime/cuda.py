@@ -28,6 +28,7 @@ from torch import Tensor
 from rpfunc.errors import OptionsError
 from rpfunc.runtime.device import URGENT, Lane, pieces_of
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
+from rpfunc.runtime.waiting import never
 
 T = TypeVar("T")
 
@@ -58,7 +59,9 @@ class CudaDevice:
     def allocate_on_host(self, like: Tensor) -> Tensor:  # noqa: D102
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
-    def copy(self, target: Tensor, source: Tensor, channel: str) -> None:  # noqa: D102
+    def copy(  # noqa: D102
+        self, target: Tensor, source: Tensor, channel: str, check: Callable[[], None] = never
+    ) -> None:
         direction, urgent = channel.rpartition("_")[2], channel in URGENT
         if direction == "upload" and source.device.type != "cpu":
             # another stream may be writing it still, and nothing here would wait for that
@@ -68,7 +71,8 @@ class CudaDevice:
             )
         stream = self._streams[channel]
         for place, part in [(target, source)] if urgent else pieces_of(target, source, PIECE_BYTES):
-            with self._lanes[direction].turn(urgent), torch.cuda.stream(stream):
+            check()
+            with self._lanes[direction].turn(urgent, check), torch.cuda.stream(stream):
                 if direction == "upload":
                     stream.wait_stream(self._new_memory)
                 place.copy_(part, non_blocking=True)

@@ -14,12 +14,17 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from rpfunc.checks import MOST_COUNT, is_count, is_real, shown
 from rpfunc.errors import OptionsError
+from rpfunc.runtime.waiting import never, sleep_until, wait_until
 
 T = TypeVar("T")
 
 URGENT = ("activation_upload", "activation_download")
 """Channels whose copies go before those of the other channel in their direction."""
+
+LONGEST_LATENCY_S = 3600
+"""Of a link: a longer one is a mistake."""
 
 
 class Device(Protocol):
@@ -34,8 +39,11 @@ class Device(Protocol):
     def allocate_on_host(self, like: Tensor) -> Tensor:
         """Returns a buffer on the host that the device copies to fast."""
 
-    def copy(self, target: Tensor, source: Tensor, channel: str) -> None:
-        """Copies between host and device."""
+    def copy(self, target: Tensor, source: Tensor, channel: str, check: Callable[[], None] = never) -> None:
+        """Copies between host and device. Calls `check` at least each moment, and ends by what it raises, if it does.
+
+        It raises once nobody needs the copy any more.
+        """
 
     def run(self, function: Callable[[], T]) -> T:
         """Returns function(), computed on the device."""
@@ -48,7 +56,7 @@ class Device(Protocol):
 class Link:
     """The way between the host and a CPU worker that plays a device with memory of its own. It is full duplex.
 
-    upload, download  bytes a second; infinite: as fast as memory copies
+    upload, download  bytes a second, at least 1; infinite: as fast as memory copies
     latency_s         added to each copy
     piece_bytes       of parameters and gradients, copied at a time: between pieces, activations go first
     disorder          a seed: copies end late, their parts in any order, and buffers hold NaN before and after their
@@ -63,16 +71,22 @@ class Link:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {rate}, it must be above 0"
+            f"{name} is {shown(rate)}, it must be at least 1 byte a second, or math.inf"
             for name, rate in (("upload", self.upload), ("download", self.download))
-            if not rate > 0
+            if not (_is_number(rate) and rate >= 1)
         ]
-        if not 0 <= self.latency_s < math.inf:
-            problems.append(f"latency_s is {self.latency_s}, it must be at least 0 and finite")
-        if not isinstance(self.piece_bytes, int) or self.piece_bytes < 1:
-            problems.append(f"piece_bytes is {self.piece_bytes}, it must be at least 1")
+        if not (_is_number(self.latency_s) and 0 <= self.latency_s <= LONGEST_LATENCY_S):
+            problems.append(f"latency_s is {shown(self.latency_s)}, it must be 0 to {LONGEST_LATENCY_S:g} seconds")
+        if not is_count(self.piece_bytes) or not 1 <= self.piece_bytes <= MOST_COUNT:
+            problems.append(f"piece_bytes is {shown(self.piece_bytes)}, it must be a number of bytes from 1")
+        if self.disorder is not None and not is_count(self.disorder):
+            problems.append(f"disorder is {shown(self.disorder)}, it must be a whole number, a seed, or None")
         if problems:
             raise OptionsError.listing("link", problems)
+
+
+def _is_number(value: object) -> bool:
+    return is_real(value) and not isinstance(value, bool)
 
 
 class Lane:
@@ -84,17 +98,18 @@ class Lane:
         self._urgent = 0
 
     @contextmanager
-    def turn(self, urgent: bool) -> Iterator[None]:
-        """Holds the lane for one piece."""
-        with self._changed:
-            self._urgent += urgent
-            self._changed.wait_for(lambda: not self._busy and (urgent or not self._urgent))
-            self._busy = True
+    def turn(self, urgent: bool, check: Callable[[], None] = never) -> Iterator[None]:
+        """Holds the lane for one piece. Ends the wait for it by what `check` raises, if it does."""
+        holds = False
         try:
+            with self._changed:
+                self._urgent += urgent
+                wait_until(self._changed, lambda: not self._busy and (urgent or not self._urgent), check)
+                self._busy = holds = True
             yield
         finally:
             with self._changed:
-                self._busy = False
+                self._busy &= not holds
                 self._urgent -= urgent
                 self._changed.notify_all()
 
@@ -113,18 +128,20 @@ class LinkedCpu:
     def allocate_on_host(self, like: Tensor) -> Tensor:  # noqa: D102
         return self._spoil(torch.empty_like(like))
 
-    def copy(self, target: Tensor, source: Tensor, channel: str) -> None:  # noqa: D102
+    def copy(  # noqa: D102  (see Device)
+        self, target: Tensor, source: Tensor, channel: str, check: Callable[[], None] = never
+    ) -> None:
         direction = channel.rpartition("_")[2]
         lane, rate = self._lanes[direction], getattr(self._link, direction)
         urgent = channel in URGENT
-        pieces = [(target, source)] if urgent else list(pieces_of(target, source, self._link.piece_bytes))
+        pieces = [(target, source)] if urgent else list(pieces_of(target, source, int(self._link.piece_bytes)))
         self._dawdle(channel, pieces)
         for place, part in pieces:
-            with lane.turn(urgent):
-                end = time.perf_counter() + source.element_size() * part.numel() / rate
+            with lane.turn(urgent, check):
+                end_s = time.perf_counter() + source.element_size() * part.numel() / rate
                 place.copy_(part)
-                _sleep_until(end)
-        _sleep_until(time.perf_counter() + self._link.latency_s)
+                sleep_until(end_s, check)
+        sleep_until(time.perf_counter() + self._link.latency_s, check)
 
     def run(self, function: Callable[[], T]) -> T:  # noqa: D102  (see Device)
         self._dawdle("compute", [])
@@ -162,9 +179,3 @@ def pieces_of(target: Tensor, source: Tensor, piece_bytes: int) -> Iterator[tupl
         return
     numel = max(1, piece_bytes // source.element_size())
     yield from zip(torch.split(target.view(-1), numel), torch.split(source.view(-1), numel), strict=True)
-
-
-def _sleep_until(end: float) -> None:
-    left = end - time.perf_counter()
-    if left > 0:
-        time.sleep(left)

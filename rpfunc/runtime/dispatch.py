@@ -62,11 +62,14 @@ class Dispatch:
         return Timeline(tuple(sorted(self._events, key=lambda event: event.start_s)), self._num_workers)
 
     def cancel(self) -> None:
-        """Drops the operations that have not begun and returns once the channels are free. Harmless after the end."""
+        """Drops the operations that have not begun and returns once the channels are free. Harmless after the end.
+
+        Those of the run's earlier iterations, too: channels come to this one's after them.
+        """
         with self._ended:
             working = self._working
         if working:
-            self._progress.fail(RuntimeError("cancelled"), self._iteration)
+            self._progress.fail(RuntimeError("cancelled"), 0)
         with self._ended:
             wait_until(self._ended, lambda: self._working == 0)
 

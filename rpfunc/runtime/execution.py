@@ -16,9 +16,10 @@ from rpfunc.model import Params
 from rpfunc.runtime.device import Device
 from rpfunc.runtime.iteration import Iteration, Place
 from rpfunc.runtime.operations import BEHIND, Operation
-from rpfunc.runtime.room import cast
+from rpfunc.runtime.room import cast, tensors_of, values_of
 from rpfunc.runtime.tasks import Inputs, Outputs, perform
 from rpfunc.runtime.trace import Recorder
+from rpfunc.runtime.waiting import never
 from rpfunc.schedule.task import Task
 from rpfunc.stream.freeze import Frozen
 from rpfunc.stream.streaming import Grads
@@ -40,6 +41,8 @@ class Execution:
     """Performs the operations of one iteration on the devices of its workers (None: the host's own memory).
 
     Buffers are handed over before their copy is complete: only events say when they may be read.
+
+    check  raises if the iteration has failed: what may take long calls it now and then
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Execution:
         devices: Sequence[Device | None],
         recorder: Recorder | None = None,
         meters: Sequence[Meter | None] | None = None,
+        check: Callable[[], None] = never,
     ) -> None:
         self._iteration, self._devices, self._recorder = iteration, devices, recorder or Recorder(False)
+        self._check = check
         self._buffers = [Buffers() for _ in devices]
         self._meters = [None] * len(devices) if meters is None else meters
 
@@ -88,14 +93,14 @@ class Execution:
             buffers.sums[run] = tree.map(lambda leaf: _allocate(device, leaf), dict(sums))
         self._recorder.write("device parameters", operation.worker, operation.side)
         self._recorder.write("device sums", operation.worker, operation.side)
-        _copy(device, (buffers.params[run], buffers.sums[run]), (params, dict(sums)), operation.channel)
+        self._copy(device, (buffers.params[run], buffers.sums[run]), (params, dict(sums)), operation.channel)
 
     def _activation_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         host = self._iteration.inputs(operation.task)
         with self._following(operation.worker):
             target = buffers.inputs[operation.task] = _map(lambda leaf: _allocate(device, leaf), host)
         self._recorder.write("device inputs", operation.worker, operation.place)
-        _copy(device, _values(target), _values(host), operation.channel)
+        self._copy(device, values_of(target), values_of(host), operation.channel)
 
     def _compute(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         task, run = operation.task, operation.run
@@ -115,9 +120,9 @@ class Execution:
         buffers.outputs[task], buffers.sums[run] = device.run(compute)
         del buffers.inputs[task]
         kept = _storages((buffers.outputs[task], buffers.sums[run]))
-        done = _tensors(_values(inputs))
+        done = tensors_of(values_of(inputs))
         if task == run[-1]:
-            done += _tensors(buffers.params.pop(run))
+            done += tensors_of(buffers.params.pop(run))
             if self._place(run) is None:
                 del buffers.sums[run]
         device.release([leaf for leaf in done if leaf.untyped_storage() not in kept])
@@ -127,16 +132,20 @@ class Execution:
         outputs = buffers.outputs[operation.task]
         host = tree.map(device.allocate_on_host, outputs)
         self._iteration.store(operation.task, host)
-        _copy(device, host, outputs, operation.channel)
-        device.release(_tensors(buffers.outputs.pop(operation.task)))
+        self._copy(device, host, outputs, operation.channel)
+        device.release(tensors_of(buffers.outputs.pop(operation.task)))
 
     def _gradient_download(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         self._recorder.read("device sums", operation.worker, operation.side)
         sums = buffers.sums[operation.run]
         host = tree.map(device.allocate_on_host, sums)
         self._iteration.store_sums(self._place(operation.run), host)
-        _copy(device, host, sums, operation.channel)
-        device.release(_tensors(buffers.sums.pop(operation.run)))
+        self._copy(device, host, sums, operation.channel)
+        device.release(tensors_of(buffers.sums.pop(operation.run)))
+
+    def _copy(self, device: Device, targets: Any, sources: Any, channel: str) -> None:
+        for target, source in zip(tensors_of(targets), tensors_of(sources), strict=True):
+            device.copy(target, source, channel, self._check)
 
     def _following(self, worker: int) -> AbstractContextManager[Any]:
         meter = self._meters[worker]
@@ -159,11 +168,6 @@ def _allocate(device: Device, leaf: Any, dtype: torch.dtype | None = None) -> An
     return device.allocate(leaf, dtype or leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _copy(device: Device, targets: Any, sources: Any, channel: str) -> None:
-    for target, source in zip(_tensors(targets), _tensors(sources), strict=True):
-        device.copy(target, source, channel)
-
-
 def _map(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
     return inputs._replace(
         activations=tree.map(function, dict(inputs.activations)),
@@ -173,16 +177,5 @@ def _map(function: Callable[[Any], Any], inputs: Inputs) -> Inputs:
     )
 
 
-def _values(inputs: Inputs) -> Any:
-    batch = inputs.batch
-    leaves = (batch.row, batch.example, batch.group, batch.constant)
-    return dict(inputs.activations), inputs.cotangent, tuple(map(dict, leaves)), inputs.total
-
-
-def _tensors(structured: Any) -> list[Tensor]:
-    leaves = [leaf.tensor if isinstance(leaf, Frozen) else leaf for leaf in tree.leaves(structured)]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def _storages(structured: Any) -> set[UntypedStorage]:
-    return {leaf.untyped_storage() for leaf in _tensors(structured)}
+    return {leaf.untyped_storage() for leaf in tensors_of(structured)}

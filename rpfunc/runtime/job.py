@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.checks import call_problems, count_problems, is_count, is_word, plain_number, shown
 from rpfunc.errors import OptionsError, PlanError, ScheduleError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
@@ -45,6 +46,8 @@ class Job:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("microbatches", "blocks"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         problems = self.streaming.problems()
         kinds: dict[str, tuple[object, type]] = {"model": (self.model, Model)}
         if not self.forward_only:
@@ -54,18 +57,26 @@ class Job:
             for name, (found, kind) in kinds.items()
             if not isinstance(found, kind)
         ]
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            problems.insert(0, f"microbatches is {self.microbatches!r}, it must be at least 1")
-        elif not isinstance(self.blocks, int) or not 1 <= self.blocks <= self.microbatches:
-            problems.append(f"blocks is {self.blocks!r}, it must be 1 to microbatches, which is {self.microbatches}")
-        if self.recompute not in get_args(Recompute):
-            problems.append(f"recompute is {self.recompute!r}, it must be 'stage' (True), 'layer' or 'none' (False)")
-        if self.streaming.order == "chunk" and self.recompute == "none":
+        uncounted = count_problems({"microbatches": self.microbatches})
+        problems = uncounted + problems
+        if uncounted:
+            problems += count_problems({"blocks": self.blocks})
+        elif not is_count(self.blocks) or not 1 <= self.blocks <= self.microbatches:
+            problems.append(
+                f"blocks is {shown(self.blocks)}, it must be 1 to microbatches, which is {self.microbatches}"
+            )
+        if not is_word(self.recompute, get_args(Recompute)):
+            problems.append(
+                f"recompute is {shown(self.recompute)}, it must be 'stage' (True), 'layer' or 'none' (False)"
+            )
+        elif is_word(self.streaming.order, ["chunk"]) and self.recompute == "none":
             problems.append("recompute=False keeps a layer's residuals, which order 'chunk' never has at once")
         problems += dtype_problems(self.compute_dtype)
         if self.plan is not None and not isinstance(self.plan, Plan):
             problems.append(f"plan is a {type(self.plan).__name__}, needs a Plan, its text, or None")
             raise OptionsError.listing("options", problems)
+        problems += _function_problems("frozen", self.frozen, ("path", "leaf"), "bool")
+        problems += _function_problems("schedule", self.schedule, ("work", "num_workers"), "Schedule")
         if not (self.schedule is None or isinstance(self.schedule, Schedule) or callable(self.schedule)):
             problems.append(
                 f"schedule is a {type(self.schedule).__name__}, needs a Schedule, its text, or a function "
@@ -99,6 +110,11 @@ class Job:
             self.plan.check(self.model.num_layers)
 
 
+def _function_problems(name: str, given: Any, parameters: tuple[str, ...], returned: str) -> list[str]:
+    problems = call_problems(name, given, parameters) if callable(given) else []
+    return [f"{problem}; needs a function ({', '.join(parameters)}) -> {returned}" for problem in problems]
+
+
 def grain(recompute: bool | Recompute) -> Recompute:
     """Returns the word for what True and False stand for; others as they are."""
     if isinstance(recompute, bool):
@@ -126,7 +142,7 @@ def choose_schedule(
     work = Workload(plan.slots, num_microbatches, min(job.blocks, num_microbatches))
     if job.schedule is None:
         return round_robin(work, num_workers, cursor), work
-    schedule = job.schedule if isinstance(job.schedule, Schedule) else job.schedule(work, num_workers)
+    schedule = job.schedule if isinstance(job.schedule, Schedule) else _made(job.schedule, work, num_workers)
     if not isinstance(schedule, Schedule):
         raise OptionsError(f"schedule: the function returned a {type(schedule).__name__}, it must return a Schedule")
     lines, found = len(schedule.workers), len({task.microbatch for task in schedule.tasks})
@@ -141,3 +157,14 @@ def choose_schedule(
     work = halved_as(schedule, work)
     validate(schedule, work)
     return Schedule(schedule.workers + ((),) * (num_workers - lines)), work
+
+
+def _made(scheduler: Scheduler, work: Workload, num_workers: int) -> Schedule:
+    try:
+        return scheduler(work, num_workers)
+    except Exception as error:
+        error.add_note(
+            f"rpfunc: in the function given as schedule, for {work.num_microbatches} microbatches on {num_workers} "
+            f"worker{'s' if num_workers > 1 else ''}"
+        )
+        raise

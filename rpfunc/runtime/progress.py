@@ -38,7 +38,7 @@ class Progress:
     def wait(self, events: Iterable[Happened], iteration: int) -> None:
         """Returns once all `events` have been recorded. Raises Stopped if the run fails up to `iteration`."""
         with self._lock:
-            self._check(iteration)
+            self.check(iteration)
             missing = {each for each in events if each not in self._happened and each.iteration >= self._oldest}
             if not missing:
                 return
@@ -47,7 +47,13 @@ class Progress:
                 self._waiting.setdefault(each, []).append(waiter)
         acquire(waiter.ready)
         with self._lock:
-            self._check(iteration)
+            self.check(iteration)
+
+    def check(self, iteration: int) -> None:
+        """Raises Stopped if the run has failed up to `iteration`."""
+        failure = self._failure
+        if failure is not None and failure[0] <= iteration:
+            raise Stopped
 
     def record(self, event: Happened) -> None:
         """Notes that `event` has happened, for good."""
@@ -78,10 +84,6 @@ class Progress:
         with self._lock:
             self._oldest = iteration
             self._happened = {each for each in self._happened if each.iteration >= iteration}
-
-    def _check(self, iteration: int) -> None:
-        if self._failure is not None and self._failure[0] <= iteration:
-            raise Stopped
 
 
 class _Waiter:

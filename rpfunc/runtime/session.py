@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.meter import Meter
@@ -22,8 +22,9 @@ from rpfunc.runtime.execution import Execution
 from rpfunc.runtime.iteration import Iteration
 from rpfunc.runtime.job import Job, choose_schedule
 from rpfunc.runtime.operations import Line, Trail, Wait, gradient_waits, operations, version_of
+from rpfunc.runtime.outline import Outline
 from rpfunc.runtime.progress import Progress, Stopped
-from rpfunc.runtime.room import Size, Slot, check_room, needs, sizes_of
+from rpfunc.runtime.room import Question, check_room, needs
 from rpfunc.runtime.tasks import Work
 from rpfunc.runtime.workers import Runtime
 from rpfunc.schedule.timeline import Timeline
@@ -83,7 +84,7 @@ class Session:
         self._model = job.model if job.frozen is None else thawing(job.model)
         self._next = 0
         self._trails: list[Trail] = []
-        self._sizes: dict[Any, Mapping[Slot, Size]] = {}
+        self._outline: Outline | None = None  # of the parameters
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +109,7 @@ class Session:
         """Starts the next iteration; where slots are dealt like cards, the runtime's cursor moves on by them.
 
         params   frozen leaves are marked. They may be filled while it runs: then their `version` says whose events
-                 tell that a subtree is there
+                 tell that a subtree is there. The first iteration's are all there: they tell the shapes of the others'
         """
         job, runtime = self.job, self.runtime
         prepared, total = prepare(job, batch, total)
@@ -129,20 +130,20 @@ class Session:
         if job.schedule is None:
             runtime.cursor = (runtime.cursor + len(plan.slots)) % runtime.num_workers
         self._next += 1
-        perform = Execution(iteration, runtime.devices, runtime.recorder, runtime.meters)
+        check = partial(self.progress.check, number)
+        perform = Execution(iteration, runtime.devices, runtime.recorder, runtime.meters, check)
         dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
         return Running(iteration, dispatch, total, waits, runtime.meters, scale)
 
     def _check_room(self, lines: Sequence[Line], iteration: Iteration, pieces: Sequence[Batch]) -> None:
-        limits = [None if meter is None else meter.limit_bytes for meter in self.runtime.meters]
+        runtime, work = self.runtime, iteration.work
+        limits = [None if meter is None else meter.limit_bytes for meter in runtime.meters]
         if all(limit is None for limit in limits):
             return
-        work = iteration.work
-        shapes = [tuple(leaf.shape) for piece in pieces[:2] for leaf in tree.leaves(piece.row)]
-        key = work.plan, work.workload.num_blocks, work.workload.halved, tuple(shapes)
-        if key not in self._sizes:  # a second or more for a deep model
-            self._sizes = {key: sizes_of(work, iteration.params, pieces, iteration.total)}
-        check_room(needs(lines, work, self._sizes[key], self.runtime.shares_memory), limits)
+        if self._outline is None:
+            self._outline = Outline.of(dict(iteration.params))
+        sizes = runtime.sizes(Question.of(self.job, work, self._outline, pieces, iteration.total))
+        check_room(needs(lines, work, sizes, runtime.shares_memory), limits)
 
     def _await_version(self, version: int) -> None:
         names = {name for layer in self._model.layers for name in layer.subtrees}

@@ -27,7 +27,7 @@ from rpfunc.optim.leafwise import LeafwiseState, prepare
 from rpfunc.optim.rows import rows
 from rpfunc.optim.step import advance_donated
 from rpfunc.runtime.state import Values
-from rpfunc.stream.freeze import Frozen, mark
+from rpfunc.stream.freeze import Frozen, frozen_leaves, mark
 
 
 class Store:
@@ -49,8 +49,7 @@ class Store:
         donate: bool,
     ) -> None:
         params = dict(values.params)
-        chosen = tree.choices(params, False if frozen is None else frozen)
-        self._frozen = tree.unflatten(tree.flatten(params)[1], chosen)
+        self._frozen = tree.unflatten(tree.flatten(params)[1], frozen_leaves(params, frozen))
         self._optimizer, self._staleness, self._donate = optimizer, staleness, donate
         self._compute_dtype = compute_dtype
         self.names = list(dict.fromkeys(name for layer in model.layers for name in layer.subtrees))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.errors import OptionsError
+from rpfunc.checks import MOST, is_count, is_real, plain_number, shown
+from rpfunc.errors import BatchError, OptionsError
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
@@ -19,6 +21,7 @@ from rpfunc.runtime.job import Job, Scheduler, choose_plan, grain
 from rpfunc.runtime.session import Result, Session, prepare
 from rpfunc.runtime.tasks import Recompute
 from rpfunc.runtime.workers import Cpu, Cuda, Runtime
+from rpfunc.schedule.building import MOST_WORKERS
 from rpfunc.schedule.task import Schedule
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.streaming import Order, Streaming
@@ -91,6 +94,7 @@ def value_and_grad(
 
     def function(params: Params, batch: Batch, total: Tensor | None = None) -> tuple[Result, dict[str, Any]]:
         model.check(params)
+        total = _as_tensor(total)
         with open_runtime(workers) as runtime, Session(job, runtime) as session:
             chosen = choose_plan(job, params, prepare(job, batch, total)[0], runtime.num_workers)
             marked = params if frozen is None else freeze(model, params, frozen)[1]
@@ -100,19 +104,37 @@ def value_and_grad(
     return function
 
 
+def _as_tensor(total: Any) -> Tensor | None:
+    if total is None or (isinstance(total, Tensor) and not total.is_complex() and total.dtype != torch.bool):
+        return total
+    total = plain_number(total)
+    if is_real(total) and not isinstance(total, bool) and not MOST < abs(total) < inf:
+        return torch.tensor(float(total), dtype=torch.float64)
+    raise BatchError(
+        f"batch: total is {shown(total)}, needs one number, as objective.total(objective.prepare(batch)) gives"
+    )
+
+
 @contextmanager
 def open_runtime(workers: Workers) -> Iterator[Runtime]:
     """Yields the runtime that `workers` means; threads that it starts end with the block."""
     if isinstance(workers, Runtime):
         yield workers
         return
-    if not isinstance(workers, int | Sequence | None) or isinstance(workers, str | bool):
-        raise OptionsError(
-            f"workers: found {workers!r}, needs a number, specs such as [Cpu(threads=2)], a Runtime or None"
-        )
-    if isinstance(workers, int):
-        if workers < 1:
-            raise OptionsError(f"workers: found {workers}, it must be at least 1 (or None for the caller's thread)")
-        workers = (Cpu(),) * workers
-    with Runtime(workers or ()) as runtime:
+    with Runtime(_specs(workers)) as runtime:
         yield runtime
+
+
+def _specs(workers: Any) -> Sequence[Any]:
+    if is_count(workers):
+        if not 1 <= workers <= MOST_WORKERS:
+            bound = f"at most {MOST_WORKERS}" if workers > 0 else "at least 1 (or None for the caller's thread)"
+            raise OptionsError(f"workers: found {shown(workers)}, it must be {bound}")
+        return [Cpu()] * int(workers)
+    if workers is None:
+        return ()
+    if not isinstance(workers, Sequence) or isinstance(workers, str):
+        raise OptionsError(
+            f"workers: found {shown(workers)}, needs a number, specs such as [Cpu(threads=2)], a Runtime or None"
+        )
+    return workers

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
+from rpfunc.checks import flag_problems, is_count, shown
 from rpfunc.errors import OptionsError
 from rpfunc.meter import Meter
-from rpfunc.plan.checks import is_count
 from rpfunc.runtime.cuda import open_cuda
 from rpfunc.runtime.device import Device, Link, LinkedCpu
 from rpfunc.runtime.operations import CHANNELS_OF_WORKER
+from rpfunc.runtime.room import remembering
 from rpfunc.runtime.trace import Recorder
+from rpfunc.runtime.waiting import fulfil, join, result_of
 from rpfunc.schedule.timeline import HOST
 
 MOST_THREADS = 4096
@@ -29,6 +34,9 @@ Channel = tuple[int, str]
 UPDATE: Channel = (HOST, "update")
 """The optimizer's channel."""
 
+Jobs = queue.SimpleQueue[Callable[[], None] | None]
+"""What a thread is to do next; None: to end."""
+
 
 @dataclass(frozen=True)
 class Cpu:
@@ -36,10 +44,11 @@ class Cpu:
 
     link          None: it works on the host's memory itself, and nothing is copied. With a `Link` it plays a device:
                   whatever it reads and hands on is copied, by four more threads
-    memory_bytes  the most that it may hold: what its tasks make while they run, and with a link the buffers that are
-                  copied to and from. What an iteration will need is known before it starts, and refused if it is
-                  more: that takes a second or a few, once for a runtime's batches of one shape. What is really held
-                  is measured, which costs some 10 us an operation (`Result.peak_bytes`).
+    memory_bytes  the most that it may hold: what its tasks make while they run, parameters that it casts, and with a
+                  link the buffers that are copied to and from. What an iteration will need is known before it starts,
+                  and refused if it is more: that takes a second or a few, once for all batches of one shape that a
+                  model is given on a runtime, which remembers the last 8 such answers. What is really held is
+                  measured, which costs some 10 us an operation (`Result.peak_bytes`).
                   None: it holds what it needs, and nothing is measured
     """
 
@@ -48,13 +57,16 @@ class Cpu:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.threads, int) or not 1 <= self.threads <= MOST_THREADS:
-            bound = f"at most {MOST_THREADS}" if isinstance(self.threads, int) and self.threads > 0 else "at least 1"
-            raise OptionsError(f"worker: threads is {self.threads}, it must be {bound}")
+        problems = []
+        if not is_count(self.threads) or not 1 <= self.threads <= MOST_THREADS:
+            bound = f"at most {MOST_THREADS}" if is_count(self.threads) and self.threads > 0 else "at least 1"
+            problems.append(f"threads is {shown(self.threads)}, it must be {bound}")
         if self.link is not None and not isinstance(self.link, Link):
-            raise OptionsError(f"worker: link is {self.link!r}, needs a Link or None")
+            problems.append(f"link is {shown(self.link)}, needs a Link or None")
         if self.memory_bytes is not None and (not is_count(self.memory_bytes) or self.memory_bytes < 1):
-            raise OptionsError(f"worker: memory_bytes is {self.memory_bytes!r}, it must be at least 1 byte, or None")
+            problems.append(f"memory_bytes is {shown(self.memory_bytes)}, it must be at least 1 byte, or None")
+        if problems:
+            raise OptionsError.listing("worker", problems)
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -80,10 +92,10 @@ class Cuda:
 
     def __post_init__(self) -> None:
         problems = []
-        if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
-            problems.append(f"index is {self.index!r}, it must be a number from 0")
-        if self.memory_bytes is not None and (not isinstance(self.memory_bytes, int) or self.memory_bytes < 1):
-            problems.append(f"memory_bytes is {self.memory_bytes!r}, it must be at least 1, or None")
+        if not is_count(self.index) or self.index < 0:
+            problems.append(f"index is {shown(self.index)}, it must be a number from 0")
+        if self.memory_bytes is not None and (not is_count(self.memory_bytes) or self.memory_bytes < 1):
+            problems.append(f"memory_bytes is {shown(self.memory_bytes)}, it must be at least 1, or None")
         if problems:
             raise OptionsError.listing("worker", problems)
 
@@ -100,7 +112,7 @@ class Cuda:
     def open(self, index: int) -> Device:
         """Returns the device that it is. Raises OptionsError where there is none such."""
         del index  # which worker it is
-        return open_cuda(self.index, self.memory_bytes)
+        return open_cuda(int(self.index), self.memory_bytes)
 
 
 _INTRA_OP_THREADS = threading.Lock()
@@ -112,7 +124,8 @@ class Runtime:
 
     Without workers the caller's own thread does the work, as worker 0. One more thread serves the optimizer where it
     works beside the workers. With `record`, `recorder.trace` has what each operation has read and written, of which
-    `rpfunc.testing.races` proves that events order it.
+    `rpfunc.testing.races` proves that events order it. An error or an interrupt while the block begins or ends leaves
+    no thread, and torch's count of threads as it was.
 
     >>> with Runtime([Cpu(), Cpu()]) as runtime:
     ...     runtime.num_workers
@@ -120,10 +133,15 @@ class Runtime:
     """
 
     def __init__(self, workers: Sequence[Cpu | Cuda] = (), *, record: bool = False) -> None:
-        self.workers = tuple(workers)
-        odd = [worker for worker in self.workers if not isinstance(worker, Cpu | Cuda)]
+        if not isinstance(workers, Sequence) or isinstance(workers, str):
+            raise OptionsError(f"runtime: workers is {shown(workers)}, needs specs such as [Cpu(threads=1)]")
+        odd = [worker for worker in workers if not isinstance(worker, Cpu | Cuda)]
         if odd:
-            raise OptionsError(f"runtime: {odd[0]!r} is no worker, needs specs such as [Cpu(threads=1)]")
+            raise OptionsError(f"runtime: {shown(odd[0])} is no worker, needs specs such as [Cpu(threads=1)]")
+        problems = flag_problems({"record": record})
+        if problems:
+            raise OptionsError.listing("runtime", problems)
+        self.workers = tuple(workers)
         self.num_workers = max(1, len(self.workers))
         self.cursor = 0
         self.recorder = Recorder(record)
@@ -134,9 +152,8 @@ class Runtime:
             for index, worker in enumerate(self.workers)
         ] or [None]
         self.devices: list[Device | None] = [worker.open(index) for index, worker in enumerate(self.workers)] or [None]
-        self._queues: dict[Channel, queue.SimpleQueue[Callable[[], None] | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._submitting = threading.Lock()
+        self.sizes = remembering()
+        self._block: _Block | None = None
 
     @property
     def is_inline(self) -> bool:
@@ -149,41 +166,53 @@ class Runtime:
         return [device is None for device in self.devices]
 
     def __enter__(self) -> Self:
-        if self._threads:
+        if self._block is not None:
             raise OptionsError("runtime: is entered already, each `with` block needs a Runtime of its own")
         if self.is_inline:
             return self
         channels = {(index, name): spec.threads for index, spec in enumerate(self.workers) for name in spec.channels}
-        # Setting a worker's own count also sets what threads started later will get: that is put back.
-        with _INTRA_OP_THREADS:
-            process_threads = torch.get_num_threads()
-            started = threading.Barrier(len(channels) + 2)
-            for (worker, name), threads in (*channels.items(), (UPDATE, 1)):
-                jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-                title = {"compute": f"rpfunc-worker-{worker}", "update": "rpfunc-update"}
+        channels[UPDATE] = 1
+        try:
+            queues: dict[Channel, Jobs] = {channel: queue.SimpleQueue() for channel in channels}
+            # The threads end with the runtime, even if an interrupt comes before the first line of `__exit__`.
+            weakref.finalize(self, _end, tuple(queues.values()))
+            ready: list[Future[None]] = [Future() for _ in channels]
+            threads = [
                 # A daemon: a program that forgets to leave the block can still end.
-                thread = threading.Thread(
-                    target=_serve,
-                    args=(threads, jobs, started),
-                    name=title.get(name, f"rpfunc-worker-{worker}-{name}"),
-                    daemon=True,
-                )
-                thread.start()
-                self._queues[worker, name] = jobs
-                self._threads.append(thread)
-            started.wait()
-            torch.set_num_threads(process_threads)
-        return self
+                threading.Thread(target=_serve, args=(int(count), jobs, here), name=_title(channel), daemon=True)
+                for (channel, count), jobs, here in zip(channels.items(), queues.values(), ready, strict=True)
+            ]
+            started: Future[None] = Future()
+            # Signals do not reach this thread: what it begins it brings to an end.
+            opening = threading.Thread(
+                target=fulfil, args=(started, partial(_start, threads, ready)), name="rpfunc-opening", daemon=True
+            )
+            self._block = _Block(queues, (opening, *threads))
+            opening.start()
+            result_of(started)
+            return self
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._submitting:  # what is submitted from now on is refused, not lost
-            for jobs in self._queues.values():
-                jobs.put(None)
-            threads, self._queues, self._threads = self._threads, {}, []
-        for thread in threads:
-            thread.join()
+        try:
+            self._leave()
+        except BaseException:  # an interrupt, at whatever line
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        block = self._block
+        if block is None:
+            return
+        with block.submitting:  # what is submitted from now on is refused, not lost
+            _end(block.queues.values())
+            self._block = None
+        for thread in block.threads:
+            join(thread)
 
     def submit(self, jobs: Mapping[Channel, Callable[[], None]]) -> None:
         """Gives channels their jobs, to be run after those they have. Jobs must not raise.
@@ -195,21 +224,74 @@ class Runtime:
             for job in jobs.values():
                 job()
             return
-        if threading.current_thread() in self._threads:
-            raise OptionsError("runtime: one of its own tasks calls it, and would wait for itself; use another Runtime")
-        with self._submitting:
-            if not self._threads:
+        block = self._block
+        if block is not None:
+            if threading.current_thread() in block.threads:
                 raise OptionsError(
-                    "runtime: its threads live in a `with` block only: `with Runtime(workers) as runtime:`"
+                    "runtime: one of its own tasks calls it, and would wait for itself; use another Runtime"
                 )
-            for channel, job in jobs.items():
-                self._queues[channel].put(job)
+            with block.submitting:
+                if self._block is block:
+                    for channel, job in jobs.items():
+                        block.queues[channel].put(job)
+                    return
+        raise OptionsError("runtime: its threads live in a `with` block only: `with Runtime(workers) as runtime:`")
 
 
-def _serve(threads: int, jobs: queue.SimpleQueue[Callable[[], None] | None], started: threading.Barrier) -> None:
-    torch.get_num_threads()  # a thread's first use takes the process's count over: let that happen before
-    torch.set_num_threads(threads)
-    started.wait()
+@dataclass(frozen=True)
+class _Block:
+    """What lives as long as a runtime's `with` block.
+
+    threads     the one that starts the others comes first
+    submitting  held while jobs are given out, and while the block ends: again by the same thread, if an interrupt has
+                come between
+    """
+
+    queues: Mapping[Channel, Jobs]
+    threads: Sequence[threading.Thread]
+    submitting: Any = field(default_factory=threading.RLock)
+
+
+def _title(channel: Channel) -> str:
+    worker, name = channel
+    return {"compute": f"rpfunc-worker-{worker}", "update": "rpfunc-update"}.get(name, f"rpfunc-worker-{worker}-{name}")
+
+
+def _start(threads: Sequence[threading.Thread], ready: Sequence[Future[None]]) -> None:
+    """Starts threads, each of which sets its own count of intra-op threads.
+
+    That also sets what threads started later will get: it is put back.
+    """
+    begun: list[Future[None]] = []
+    with _INTRA_OP_THREADS:
+        process_threads = torch.get_num_threads()  # a thread's first use takes the process's count over
+        try:
+            for thread, here in zip(threads, ready, strict=True):
+                thread.start()
+                begun.append(here)
+        except RuntimeError as error:
+            error.add_note(f"rpfunc: thread {len(begun) + 1} of a runtime's {len(threads)}; fewer workers need fewer")
+            raise
+        finally:
+            wait(begun)
+            torch.set_num_threads(process_threads)
+    for here in begun:
+        here.result()
+
+
+def _serve(threads: int, jobs: Jobs, ready: Future[None]) -> None:
+    fulfil(ready, partial(_take_threads, threads))
     while (job := jobs.get()) is not None:
         job()
         del job  # hold nothing of it while waiting for the next one
+
+
+def _take_threads(threads: int) -> None:
+    torch.get_num_threads()  # a thread's first use takes the process's count over: let that happen before
+    torch.set_num_threads(threads)
+
+
+def _end(queues: Iterable[Jobs]) -> None:
+    """Lets the threads that serve those queues end when they have done what stands there."""
+    for jobs in queues:
+        jobs.put(None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from rpfunc.checks import count_problems, shown
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import count_problems, shown
 from rpfunc.schedule.building import num_rounds
 from rpfunc.schedule.round_robin import check_rounds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import count_problems
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Slot, Workload
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rpfunc.checks import count_problems, is_whole, shown
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import count_problems, is_whole, shown
 from rpfunc.schedule.building import check_size, even_runs, num_rounds, run_of
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.workload import Workload

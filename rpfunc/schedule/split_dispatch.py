@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rpfunc.checks import is_whole, shown
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import is_whole, shown
 from rpfunc.schedule.building import check_size, even_runs, run_of
 from rpfunc.schedule.round_robin import deal
 from rpfunc.schedule.task import Schedule

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rpfunc.checks import shown
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import shown
 
 KINDS = "FBIWX"
 """F forward, B backward, I input gradient, W weight gradient, X fused forward and backward at the turn."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from rpfunc.checks import count_problems
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import count_problems
 from rpfunc.schedule.grid import Fault, Faults, Place, grid
 from rpfunc.schedule.missing import missing_faults, slot_of
 from rpfunc.schedule.order import Standing, order_faults

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rpfunc.checks import count_problems, is_whole, shown
 from rpfunc.errors import ScheduleError
-from rpfunc.plan.checks import count_problems, is_whole, shown
 from rpfunc.schedule.task import Schedule, Task
 
 MOST_TASKS = 10**7

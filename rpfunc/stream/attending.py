@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
@@ -20,6 +21,9 @@ from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.flat import floating
 from rpfunc.stream.form import Pullback, Stepping
 from rpfunc.stream.memory import Memory, RowMemory
+from rpfunc.stream.split_attention import split_attention
+from rpfunc.stream.transforms import running_transforms
+from rpfunc.stream.writes import reading
 from rpfunc.sums import Sums
 
 KeysValues = Callable[[Any, Any, Batch], Any]
@@ -56,13 +60,13 @@ class Attending(Stepping):
 
     def full(self, params: Any, x: Any, batch: Batch) -> Any:
         """Returns the output for whole rows."""
-        return self.rows(params, x, self.kv(params, x, batch), batch)
+        return self._see(params, x, self.kv(params, x, batch), batch)
 
     def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
         """Returns (output rows, their kv)."""
         left = self.kv(params, x, batch)
         seen = left if past is None else tree.map(lambda *parts: torch.cat(parts, dim=1), past, left)
-        return self.rows(params, x, seen, batch), left
+        return self._see(params, x, seen, batch), left
 
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns the rows' kv."""
@@ -72,7 +76,7 @@ class Attending(Stepping):
     def advance(self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int, num_rows: int) -> Any:
         """Returns the output rows start to stop of `num_rows`, and keeps their kv; what is seen is a view of it."""
         memory.keep(self.kv(params, x, batch), start, stop, num_rows)
-        return self.rows(params, x, memory.past(start, stop), batch)
+        return self._see(params, x, memory.past(start, stop), batch)
 
     def linearize_step(
         self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
@@ -91,9 +95,9 @@ class Attending(Stepping):
         reached: list[bool] = []
 
         def step(params: Any, x: Any) -> Any:
-            return self.rows(
-                params, x, _look_back(self.kv(params, x, batch), memory, start, stop, reached.append), batch
-            )
+            seen = _look_back(self.kv(params, x, batch), memory, start, stop, reached.append)
+            with _Receiving(memory, start, floating(seen)[0]):
+                return self._see(params, x, seen, batch)
 
         output, pull = vjp_into(step, params, x)
 
@@ -107,6 +111,9 @@ class Attending(Stepping):
             return dx, grads
 
         return output, pullback
+
+    def _see(self, params: Any, x: Any, kv: Any, batch: Batch) -> Any:
+        return reading("kv", kv, self.rows, params, x, kv, batch)
 
     def memory(self) -> Memory:
         """Returns an empty memory of kv."""
@@ -141,10 +148,38 @@ class _LookBack(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
         ctx.memory, ctx.start, ctx.stop, ctx.reached = inputs[:4]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.reached(True)
         ctx.memory.receive(cotangents, ctx.start, ctx.stop)
         return None, None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ())
+
+
+class _Receiving(TorchFunctionMode):
+    """Lets attention over what was looked back at add its cotangents to the memory's, where `_LookBack` finds them.
+
+    They are as long as all rows so far: two of them are not made beside the sums.
+    """
+
+    def __init__(self, memory: RowMemory, start: int, seen: Flat) -> None:
+        self._memory, self._start = memory, start
+        self._places = {id(leaf): index for index, leaf in enumerate(seen)}
+        self._outside = running_transforms()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # what comes back through a further transform is no cotangent of the layer's
+        if function is not split_attention or running_transforms() != self._outside:
+            return function(*args, **(kwargs or {}))
+        query, key, value, scale, _ = args
+        places = [self._places[id(part)] for part in (key, value) if id(part) in self._places]
+        if len(places) < 2:
+            return function(*args)
+
+        def receive(rows: slice, *parts: Tensor) -> None:
+            for place, part in zip(places, parts, strict=True):
+                self._memory.receive_rows(place, rows, part, self._start)
+
+        return split_attention(query, key, value, scale, receive)

@@ -12,6 +12,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, accumulator_dtype
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import floating, overwrite, rows, spans, write
+from rpfunc.stream.writes import reading
 from rpfunc.sums import Sums
 
 
@@ -24,13 +25,13 @@ class Bidirectional:
 
     def full(self, params: Any, x: Any, batch: Batch) -> Any:
         """Returns the output for whole rows."""
-        return self.rows(params, x, self.kv(params, x, batch), batch)
+        return self._see(params, x, self.kv(params, x, batch), batch)
 
     def forward(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
         """Returns the output, computed `chunk` rows at a time."""
         kv, output = self._all_kv(params, x, batch, chunk), None
         for start, stop in spans(batch.num_rows, chunk):
-            part = self.rows(params, rows(x, start, stop), kv, batch.rows(start, stop))
+            part = self._see(params, rows(x, start, stop), kv, batch.rows(start, stop))
             output = write(output, part, start, stop, batch.num_rows)
             del part
         return output
@@ -48,7 +49,7 @@ class Bidirectional:
         for start, stop in pieces:
             piece, dy = batch.rows(start, stop), rows(cotangent, start, stop)
             _, pull = vjp_into(
-                lambda params, x, kv, piece=piece: self.rows(params, x, kv, piece), params, rows(x, start, stop), kv
+                lambda params, x, kv, piece=piece: self._see(params, x, kv, piece), params, rows(x, start, stop), kv
             )
             grads, (dx_rows, dseen) = pull(dy, grads)
             for place, part in zip(dkv, dseen, strict=True):
@@ -74,6 +75,9 @@ class Bidirectional:
             lambda params, x, batch: self.kv(function(params), x, batch),
             lambda params, x, kv, batch: self.rows(function(params), x, kv, batch),
         )
+
+    def _see(self, params: Any, x: Any, kv: Any, batch: Batch) -> Any:
+        return reading("kv", kv, self.rows, params, x, kv, batch)
 
     def _all_kv(self, params: Any, x: Any, batch: Batch, chunk: int) -> Any:
         kv: Any = None

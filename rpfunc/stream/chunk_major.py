@@ -15,6 +15,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import PlanError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
+from rpfunc.stream.calls import Calling
 from rpfunc.stream.flat import contiguous, floating, overwrite, own, rows, spans, write
 from rpfunc.stream.form import Stepping
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
@@ -145,7 +146,9 @@ class _Stage:
     def step(self, index: int, x: Any, start: int, stop: int) -> Any:
         """Returns a layer's output of one chunk, keeping what the chunk leaves."""
         form, memory, piece = self.forms[index], self.memories[index], self.batch.rows(start, stop)
-        return contiguous(form.advance(self.selected[index], x, piece, memory, start, stop, self.batch.num_rows))
+        selected = self.selected[index]
+        with Calling(self.layers[index], "forward", selected, x, piece):
+            return contiguous(form.advance(selected, x, piece, memory, start, stop, self.batch.num_rows))
 
     def fill(self, x: Any) -> None:
         """Runs every chunk that later ones read, up to what the last layer leaves."""
@@ -155,21 +158,26 @@ class _Stage:
                 value = self.step(index, value, start, stop)
             if self.layers:
                 past, piece = self.memories[-1].past(start), self.batch.rows(start, stop)
-                left = self.forms[-1].leave(self.selected[-1], value, past, piece)
+                with Calling(self.layers[-1], "forward", self.selected[-1], value, piece):
+                    left = self.forms[-1].leave(self.selected[-1], value, past, piece)
                 self.memories[-1].keep(left, start, stop, self.batch.num_rows)
 
     def linearize(self, x: Any, start: int, stop: int) -> tuple[Any, list[Any]]:
         """Returns the stage's output of one chunk and the pullback of each layer."""
         pullbacks, piece = [], self.batch.rows(start, stop)
-        for form, selected, memory in zip(self.forms, self.selected, self.memories, strict=True):
-            x, pullback = form.linearize_step(selected, contiguous(x), piece, memory, start, stop)
+        x = contiguous(x)
+        for layer, form, selected, memory in zip(self.layers, self.forms, self.selected, self.memories, strict=True):
+            with Calling(layer, "forward", selected, x, piece):
+                x, pullback = form.linearize_step(selected, x, piece, memory, start, stop)
+            x = contiguous(x)
             pullbacks.append(pullback)
-        return contiguous(x), pullbacks
+        return x, pullbacks
 
     def transpose(self, pullbacks: list[Any], cotangent: Flat, grads: dict[str, Sums]) -> Flat:
         """Returns dx of one chunk; adds to `grads`, empties `pullbacks`."""
         for layer, selected in zip(reversed(self.layers), reversed(self.selected), strict=True):
-            dx, added = pullbacks.pop()(cotangent, grads.get(layer.name))
+            with Calling(layer, "backward"):
+                dx, added = pullbacks.pop()(cotangent, grads.get(layer.name))
             # rows looked up would add up to what this order spares: a tensor as long as the sequence
             grads[layer.name] = whole_sums(added, floating(selected)[0])
             cotangent = contiguous(dx)

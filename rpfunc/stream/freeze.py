@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rpfunc import tree
+from rpfunc.errors import TreeError
 from rpfunc.model import Model, Params
 
 
@@ -18,13 +19,27 @@ class Frozen:
     tensor: Tensor
 
 
+def frozen_leaves(params: Params, frozen: tree.Mask | None) -> list[bool]:
+    """Returns of each leaf, in leaf order, whether `frozen` selects it; None selects none.
+
+    Raises TreeError if the mask has something else than booleans, or says nothing of a leaf.
+    """
+    try:
+        return tree.choices(dict(params), False if frozen is None else frozen)
+    except TreeError as error:
+        raise TreeError(f"frozen: {error}") from error
+    except Exception as error:
+        error.add_note("rpfunc: in the function given as frozen")
+        raise
+
+
 def freeze(model: Model, params: Params, frozen: tree.Mask) -> tuple[Model, Params]:
     """Returns (model, params) with the same outputs, in which the leaves that `frozen` selects are `Frozen`.
 
     Raises TreeError if the mask has something else than booleans, or says nothing of a leaf.
     """
     params = dict(params)
-    chosen = tree.unflatten(tree.flatten(params)[1], tree.choices(params, frozen))
+    chosen = tree.unflatten(tree.flatten(params)[1], frozen_leaves(params, frozen))
     return thawing(model), mark(params, chosen)
 
 

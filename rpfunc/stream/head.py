@@ -14,6 +14,7 @@ from rpfunc.errors import ModelError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
+from rpfunc.stream.calls import Calling
 from rpfunc.stream.few_rows import FewRowsProducts, few_rows_linear
 from rpfunc.stream.flat import contiguous, even_spans, own, rows, spans, vjp, write
 from rpfunc.stream.rowwise import RowWise
@@ -27,9 +28,14 @@ Derivative = Callable[[Tensor], Tensor]
 def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, how: Streaming) -> Tensor:
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
     selected, sums = layer.select(params), []
+
+    def output(x: Any, rows: Batch) -> Any:
+        with Calling(layer, "forward", selected, x, rows):
+            return layer.form.full(selected, x, rows)
+
     for chunk in _pieces(layer, x, batch, how):
         with FewRowsProducts():
-            scores = [objective.score(layer.form.full(selected, x, rows), rows) for _, x, rows in chunk]
+            scores = [objective.score(output(x, rows), rows) for _, x, rows in chunk]
         sums.append(_added(map(_sum, scores)))
     return _added(sums)
 
@@ -55,14 +61,17 @@ def head_vjp(
         parts = []
         for span, x_rows, piece in chunk:
 
-            def score(params: Any, x: Any, piece: Batch = piece) -> Tensor:
-                return objective.score(layer.form.full(params, x, piece), piece)
+            def score(params: Any, x: Any, given: Any = x_rows, piece: Batch = piece) -> Tensor:
+                with Calling(layer, "forward", selected, given, piece):
+                    output = layer.form.full(params, x, piece)
+                return objective.score(output, piece)
 
             with FewRowsProducts():  # of frozen weights; others are known to `vjp_into`
                 scores, pull = vjp_into(score, selected, x_rows, linear=few_rows_linear)
             # shared with other rows: whatever comes to lie in its memory is copied
             cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
-            grads, (dx_rows,) = pull((cotangent,), grads)
+            with Calling(layer, "backward"):
+                grads, (dx_rows,) = pull((cotangent,), grads)
             parts.append(_sum(scores))
             if span is None:
                 dx = own(dx_rows, foreign=(cotangent,))

@@ -9,6 +9,7 @@ from rpfunc.batch import Batch
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.attending import Attending
+from rpfunc.stream.calls import Calling
 from rpfunc.stream.flat import contiguous, own
 from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.streaming import Grads, StagePullback
@@ -17,7 +18,8 @@ from rpfunc.stream.streaming import Grads, StagePullback
 def forward(layer: Layer, params: Params, x: Any, batch: Batch, chunk: int | None) -> Any:
     """Returns the layer's output, `chunk` rows at a time (None: all at once)."""
     selected = layer.select(params)
-    output = layer.form.full(selected, x, batch) if chunk is None else layer.form.forward(selected, x, batch, chunk)
+    with Calling(layer, "forward", selected, x, batch):
+        output = layer.form.full(selected, x, batch) if chunk is None else layer.form.forward(selected, x, batch, chunk)
     return contiguous(output)
 
 
@@ -40,21 +42,28 @@ def linearize(
     """
     selected = layer.select(params)
     if chunk is None:
-        output, pull = vjp_into(lambda params, x: layer.form.full(params, x, batch), selected, x)
+        with Calling(layer, "forward", selected, x, batch):
+            output, pull = vjp_into(lambda params, x: layer.form.full(params, x, batch), selected, x)
 
         def whole(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
-            added, (dx,) = pull(cotangent, grads.get(layer.name))
+            with Calling(layer, "backward"):
+                added, (dx,) = pull(cotangent, grads.get(layer.name))
             return contiguous(dx), {**grads, layer.name: added}
 
         return contiguous(output), whole
 
     keeps = keep_attention and with_output and isinstance(layer.form, Attending)
     kept = (KeptAttention(keep_attention),) if keeps else ()
-    output = contiguous(layer.form.forward(selected, x, batch, chunk, *kept)) if with_output else None
+    output = None
+    if with_output:
+        with Calling(layer, "forward", selected, x, batch):
+            output = contiguous(layer.form.forward(selected, x, batch, chunk, *kept))
     find: Callable[[], Any] = (lambda: x) if recall is None else recall
 
     def streamed(cotangent: Flat, grads: Grads) -> tuple[Flat, Grads]:
-        dx, added = layer.form.backward(selected, find(), batch, chunk, own(cotangent), grads.get(layer.name), *kept)
+        x = find()
+        with Calling(layer, "backward", selected, x, batch):
+            dx, added = layer.form.backward(selected, x, batch, chunk, own(cotangent), grads.get(layer.name), *kept)
         return contiguous(dx), {**grads, layer.name: added}
 
     return output, streamed

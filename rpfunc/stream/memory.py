@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.model import Flat, accumulator_dtype
@@ -93,26 +95,22 @@ class RowMemory:
         kinds = floating(self._rows)[0]
         return tuple(place[:, start:stop].to(leaf.dtype) for place, leaf in zip(self._cotangents, kinds, strict=True))
 
-    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
-        """Adds the cotangents of what `past(start, stop)` has shown."""
+    def receive(self, cotangent: Sequence[Tensor | None], start: int, stop: int | None = None) -> None:
+        """Adds the cotangents of what `past(start, stop)` has shown; None for leaves that have none, or no more."""
         stop = start if stop is None else stop
         if stop == 0:
             return
+        for index, part in enumerate(cotangent):
+            if part is not None:
+                self.receive_rows(index, slice(0, part.shape[1]), part, start)
+
+    def receive_rows(self, index: int, places: slice, part: Tensor, start: int) -> None:
+        """Adds the cotangent of the rows at `places` of the leaf at `index` of what `past(start, ...)` has shown."""
         if self._cotangents is None:
             leaves = floating(self._rows)[0]
-            dtypes = [accumulator_dtype(leaf.dtype) for leaf in leaves]
-            if [part.shape for part in cotangent] == [leaf.shape for leaf in leaves]:
-                # the chunk that comes first has read everything: its share is where the sum begins
-                self._cotangents = tuple(
-                    part.to(dtype, memory_format=torch.contiguous_format, copy=True)
-                    for part, dtype in zip(cotangent, dtypes, strict=True)
-                )
-                return
-            self._cotangents = tuple(
-                torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
-            )
-        for place, part in zip(self._cotangents, cotangent, strict=True):
-            place[:, self._first(start) : stop].add_(part)
+            self._cotangents = tuple(torch.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype)) for leaf in leaves)
+        first = self._first(start)
+        self._cotangents[index][:, first + places.start : first + places.stop].add_(part)
 
     def _first(self, start: int) -> int:
         return 0 if self._window is None else max(0, start - self._window + 1)

@@ -9,6 +9,7 @@ from typing import Any
 from rpfunc.batch import Batch
 from rpfunc.stream.form import Stepping
 from rpfunc.stream.memory import Memory, StateMemory
+from rpfunc.stream.writes import reading
 
 Body = Callable[[Any, Any, Any, Batch], tuple[Any, Any]]
 Init = Callable[[Any, Batch], Any]
@@ -37,7 +38,8 @@ class Recurrent(Stepping):
 
     def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
         """Returns (output rows, the state after them)."""
-        return self.body(params, x, self.init(params, batch) if past is None else past, batch)
+        state = self.init(params, batch) if past is None else past
+        return reading("state", state, self.body, params, x, state, batch)
 
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns the state after the rows."""

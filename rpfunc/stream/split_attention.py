@@ -27,25 +27,36 @@ def can_split(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return fits and all(transform == "Grad" for transform in running_transforms())  # no rule for vmap or jvp
 
 
-def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Returns bottom-right causal attention of (B, n, H, d) queries over (B, m, K, d) keys and values, 1 < n < m."""
+Receive = Callable[[slice, Tensor, Tensor], None]
+"""Takes the cotangents of the keys and values of some rows: (their places, (B, rows, K, d), (B, rows, K, d))."""
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, receive: Receive | None = None) -> Tensor:
+    """Returns bottom-right causal attention of (B, n, H, d) queries over (B, m, K, d) keys and values, 1 < n < m.
+
+    With `receive` the cotangents of keys and values go there, a run of rows at a time, and never exist whole.
+    """
     parts = (query, key, value)
     if has_torch_function(parts):  # so that a context can keep the result, or put a kept one here
-        overridden: Tensor = handle_torch_function(split_attention, parts, *parts, scale)
+        overridden: Tensor = handle_torch_function(split_attention, parts, *parts, scale, receive)
         return overridden
-    return attention_with_sums(*parts, scale)[0]
+    return attention_with_sums(*parts, scale, receive)[0]
 
 
-def attention_with_sums(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attention_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, receive: Receive | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns (`split_attention`, each query's log-sum-exp of scores (B, H, n))."""
-    result: tuple[Tensor, Tensor] = _SplitAttention.apply(query, key, value, scale, None)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _SplitAttention.apply(query, key, value, scale, receive, None)  # type: ignore[no-untyped-call]
     return result
 
 
-def known_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, result: tuple[Tensor, Tensor]) -> Tensor:
+def known_attention(
+    result: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, scale: float, receive: Receive | None
+) -> Tensor:
     """Returns result[0], what `attention_with_sums` gave for the same numbers, as a function of them."""
     # torch.func would take a tensor that is handed on for an input: in a function it is out of its sight
-    output: Tensor = _SplitAttention.apply(query, key, value, scale, lambda: result)[0]  # type: ignore[no-untyped-call]
+    output: Tensor = _SplitAttention.apply(query, key, value, scale, receive, lambda: result)[0]  # type: ignore[no-untyped-call]
     return output
 
 
@@ -56,7 +67,12 @@ KEYS = 2048
 class _SplitAttention(Function):
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, scale: float, known: Callable[[], tuple[Tensor, Tensor]] | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        receive: Receive | None,
+        known: Callable[[], tuple[Tensor, Tensor]] | None,
     ) -> tuple[Tensor, Tensor]:
         if known is not None:
             return known()
@@ -73,14 +89,14 @@ class _SplitAttention(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, ctx.scale, _ = inputs
+        query, key, value, ctx.scale, ctx.receive, _ = inputs
         ctx.save_for_backward(query, key, value, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, output, joint = ctx.saved_tensors
         groups, num_queries = query.shape[2] // key.shape[2], query.shape[1]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -95,17 +111,23 @@ class _SplitAttention(Function):
             scale=ctx.scale,
         )
         dquery = rearrange(dquery, gather)
-        dkey, dvalue = (torch.empty_like(whole) for whole in (key, value))
-        for whole, down in zip((dkey, dvalue), downs, strict=True):
-            whole[:, -num_queries:] = rearrange(down, "b (h g) t d -> b t h g d", g=groups).sum(3)
+        whole = () if ctx.receive is not None else (torch.empty_like(key), torch.empty_like(value))
+
+        def write(rows: slice, *parts: Tensor) -> None:
+            for place, part in zip(whole, parts, strict=True):
+                place[:, rows] = part
+
+        receive = ctx.receive or write
+        own_rows = slice(key.shape[1] - num_queries, key.shape[1])
+        receive(own_rows, *(rearrange(down, "b (h g) t d -> b t h g d", g=groups).sum(3) for down in downs))
         fold = "b t (h g) d -> b h (g t) d"
         folded = [rearrange(part, fold, g=groups) for part in (cotangent, output)]
         joint = rearrange(joint, "b (h g) t -> b h (g t)", g=groups)
         for rows, *part in _earlier(query, key, value):
             dq, dk, dv = backward(folded[0], *part, folded[1], joint, 0.0, False, scale=ctx.scale)
             dquery = dquery + rearrange(dq, "b h (g t) d -> b t (h g) d", t=num_queries)
-            dkey[:, rows], dvalue[:, rows] = rearrange(dk, gather), rearrange(dv, gather)
-        return dquery, dkey, dvalue, None, None
+            receive(rows, rearrange(dk, gather), rearrange(dv, gather))
+        return dquery, *(whole or (None, None)), None, None, None
 
 
 def _earlier(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:

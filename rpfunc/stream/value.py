@@ -70,15 +70,16 @@ def with_statistic(
     return [replace(piece, constant={**piece.constant, "statistic": statistic}) for piece in pieces]
 
 
-def _sums(
-    model: Model, objective: Objective, params: Params, pieces: Sequence[Batch], how: Streaming
-) -> Iterator[Tensor]:
+def _sums(model: Model, objective: Objective, params: Params, pieces: Sequence[Batch], how: Streaming) -> list[Tensor]:
+    # no generator, which would make a RuntimeError of a layer's StopIteration
     *body, head = model.layers
+    sums = []
     for piece in pieces:
         with torch.no_grad():
             x = stage_forward(body, params, (), piece, how, keep=[len(body)])[len(body)] if body else ()
-            sums = head_value(head, objective, params, x, piece, how)
-        yield sums
+            sums.append(head_value(head, objective, params, x, piece, how))
+        del x  # or it would live beside the next piece's
+    return sums
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,32 @@ class RunFolder:
         """One JSON object a line, for each step and each evaluation."""
         return self.path / "metrics.jsonl"
 
-    def create(self, options: TrainOptions) -> None:
-        """Makes the folder and writes the options. Raises OptionsError if it exists: nothing is ever overwritten."""
+    @contextmanager
+    def begin(self, options: TrainOptions) -> Iterator[None]:
+        """Makes the folder, with the options in it, for a run within the `with` block.
+
+        If the block fails before a first step is recorded, all that the run has made is removed, so that the same
+        command can be tried again; what others have put there stays. Raises OptionsError if the folder exists:
+        nothing is ever overwritten.
+        """
         try:
+            absent = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True)
         except OSError as error:
             hint = f"give another --out, or continue it with --resume {self.path}"
             raise OptionsError(f"out: cannot make {self.path}: {error.strerror}; {hint}") from error
-        self.options.write_bytes(msgspec.json.format(msgspec.json.encode(options), indent=2))
+        try:
+            self.options.write_bytes(msgspec.json.format(msgspec.json.encode(options), indent=2))
+            yield
+        except BaseException:
+            if not self._has_steps():
+                for file in (self.options, self.metrics, self.checkpoint):
+                    with suppress(OSError):
+                        file.unlink()
+                with suppress(OSError):  # up to the first that is not empty
+                    for made in absent:
+                        made.rmdir()
+            raise
 
     def read_options(self) -> TrainOptions:
         """Returns the options the run was started with. Raises OptionsError if there are none that can be read."""
@@ -69,6 +88,12 @@ class RunFolder:
             except (ValueError, AttributeError) as error:
                 raise OptionsError(f"run {self.path}: {self.metrics.name} cannot be read: {error}") from error
             yield from records
+
+    def _has_steps(self) -> bool:
+        try:
+            return any(record["step"] > 0 for record in self.records())
+        except (OSError, OptionsError):
+            return True  # nobody knows: better kept
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps after `step`: a resumed run does those again."""

@@ -139,10 +139,10 @@ def run(
         held_out[state.step] = evaluate(state)
         write({"step": state.step, HELD_OUT: held_out[state.step]})
 
-    if not held_out:
-        look(state)
     if state.step == 0:
         checkpoint.save(folder.checkpoint, state, setting.notes, frozen=setting.start.frozen)
+    if not held_out:
+        look(state)
     steps = train_steps(
         state,
         (

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
 from rpfunc import optim
+from rpfunc.checks import count_problems, flag_problems, is_count, is_real, is_word, shown
 from rpfunc.errors import OptionsError
 from rpfunc.models.decoder import DecoderConfig
 from rpfunc.models.lora import LoraConfig
 from rpfunc.plan import Plan
+
+Precision = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class ExecutionOptions:
     threads: int = 1
     """Intra-op threads of each worker."""
     worker_memory: Annotated[int | None, Parameter(name=("worker-memory", "--worker-memory"))] = None
-    """Bytes that a worker may hold of what its tasks make; a step that needs more is refused. None: no limit."""
+    """Bytes that a worker may hold: what its tasks make, and parameters that it casts to the precision (frozen ones). A
+    step that needs more is refused. None: no limit."""
     microbatches: int = 4
     """Pieces of a batch that go through the stages one by one."""
     chunk: int | None = None
@@ -84,7 +88,7 @@ class TrainOptions:
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     execution: ExecutionOptions = field(default_factory=ExecutionOptions)
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Precision = "float32"
     """What layers compute in. Parameters are updated, and gradients summed, in float32; float16 scales the loss."""
     steps: int = 200
     """Optimizer steps in all."""
@@ -115,16 +119,21 @@ class TrainOptions:
             "execution.chunk": (1 if execution.chunk is None else execution.chunk, 1),
             "execution.head-chunk": (1 if execution.head_chunk is None else execution.head_chunk, 1),
         }
-        problems = [
-            f"{name} is {found}, it must be at least {low}" for name, (found, low) in least.items() if found < low
-        ]
-        if not 0 < data.held_out < 1:
-            problems.append(f"data.held-out is {data.held_out}, it must be between 0 and 1")
+        problems = [problem for name, (found, low) in least.items() for problem in count_problems({name: found}, low)]
+        problems += flag_problems(
+            {"optimizer.async": optimizer.asynchronous, "execution.recompute": execution.recompute}
+        )
+        if not is_count(self.seed):
+            problems.append(f"seed is {shown(self.seed)}, it must be a whole number")
+        if not is_word(self.precision, get_args(Precision)):
+            problems.append(f"precision is {shown(self.precision)}, it must be one of {', '.join(get_args(Precision))}")
+        if not (is_real(data.held_out) and 0 < data.held_out < 1):
+            problems.append(f"data.held-out is {shown(data.held_out)}, it must be between 0 and 1")
         positive = {"learning-rate": optimizer.learning_rate, "clip": optimizer.clip}
         problems += [
-            f"optimizer.{name} is {found}, it must be positive and finite"
+            f"optimizer.{name} is {shown(found)}, it must be positive and finite"
             for name, found in positive.items()
-            if not 0 < found < math.inf
+            if not (is_real(found) and 0 < found < math.inf)
         ]
         if not data.text:
             problems.append("data.text is not given: name a text file, or a TOML file that does")

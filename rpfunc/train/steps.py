@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.checks import flag_problems, is_word, shown
 from rpfunc.errors import GradientError, OptionsError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
@@ -30,7 +31,7 @@ from rpfunc.runtime.store import Store
 from rpfunc.runtime.tasks import Recompute
 from rpfunc.runtime.update import Measured, make_step, measure_gradients, skip_step
 from rpfunc.runtime.value_and_grad import Workers, open_runtime
-from rpfunc.runtime.waiting import result_of
+from rpfunc.runtime.waiting import fulfil, result_of
 from rpfunc.runtime.workers import UPDATE, Cpu, Runtime
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import HOST, Event, Timeline
@@ -102,6 +103,10 @@ def train_steps(
 
     Asynchronously step k is made in a thread of its own while iteration k+1 computes its gradient; subtree by subtree,
     iteration k+2 goes on where a new version is complete. A yielded state is waited for only if it is looked at.
+    While the caller is busy with a result, one iteration goes on on the workers; asynchronously up to two, and the
+    update that makes the yielded state. No more: the update after them begins when the next result is asked for, since
+    the state that it may overwrite may be looked at until then.
+
     A step whose total is 0 changes nothing but the step count; one whose gradient is not finite neither, or raises
     GradientError with nonfinite="raise". With `donate` a step overwrites the state it was given: a yielded state is
     good until the next one is asked for. With plan="auto" the first steps measure each layer, and the plan follows from
@@ -117,16 +122,20 @@ def train_steps(
     state (rollouts) want one call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
     update that failed, which its next use says. A state whose own update fails raises that error when it is looked at;
-    the one before it is whole or says that it is broken.
+    the one before it is whole or says that it is broken. StopIteration, which would look like the end of the steps,
+    becomes an OptionsError that names where it was raised.
     """
-    problems = [] if nonfinite in ("skip", "raise") else [f"nonfinite is {nonfinite!r}, it must be 'skip' or 'raise'"]
+    problems = flag_problems({"asynchronous": asynchronous, "donate": donate})
+    if not is_word(nonfinite, ["skip", "raise"]):
+        problems.append(f"nonfinite is {shown(nonfinite)}, it must be 'skip' or 'raise'")
     if not isinstance(state, State):
         problems.append(f"state is a {type(state).__name__}, needs a State (State.create(params, optimizer))")
     if not isinstance(optimizer, Transformation):
         problems.append(f"optimizer is a {type(optimizer).__name__}, needs one of rpfunc.optim")
+    problems += _batches_problems(batches)
     if problems:
         raise OptionsError.listing("options", problems)
-    automatic = plan == "auto"
+    automatic = is_word(plan, ["auto"])
     chosen = None if automatic else Plan.parse(plan) if isinstance(plan, str) else plan
     order_of_tasks = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     how = Streaming(chunk, head_chunk, order, keep_attention)
@@ -136,7 +145,20 @@ def train_steps(
     if asynchronous and workers is None:
         workers = [Cpu(torch.get_num_threads())]
     steps = _Steps(job, optimizer, int(asynchronous), donate, nonfinite)
-    return steps.run(state, iter(batches), workers, automatic)
+    with _stops_told():
+        each = iter(batches)
+    return steps.run(state, each, workers, automatic)
+
+
+def _batches_problems(batches: Any) -> list[str]:
+    """Returns, in words, why no batch after batch can be asked for."""
+    if isinstance(batches, Batch):
+        return ["batches is one Batch, needs an iterable of them, as in [batch]"]
+    is_iterable = isinstance(batches, Iterable) or hasattr(type(batches), "__getitem__")
+    if is_iterable and not isinstance(batches, Mapping | str | bytes):
+        return []
+    called = "; a generator function must be called" if callable(batches) else ""
+    return [f"batches is a {type(batches).__name__}, needs an iterable of Batch, as in [batch]{called}"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +172,7 @@ class _Steps:
     def run(
         self, state: State, batches: Iterator[Batch], workers: Workers, automatic: bool
     ) -> Generator[tuple[State, StepResult], None, None]:
-        with open_runtime(workers) as runtime:
+        with _stops_told(), open_runtime(workers) as runtime:
             flight = _Flight(self, state, batches, runtime, automatic)
             with flight.session:
                 try:
@@ -291,7 +313,8 @@ class _Flight:
             values = skip_step(self._store, progress, self._runtime.recorder, number)
         else:
             try:
-                values = make_step(self._store, measured, progress, self._runtime.recorder, number)
+                with _stops_told():
+                    values = make_step(self._store, measured, progress, self._runtime.recorder, number)
             except BaseException:
                 if self._steps.donate:
                     state.break_with(f"the update of step {state.step + 1}")
@@ -303,17 +326,26 @@ class _Flight:
         """Runs a function in the optimizer's thread if steps are asynchronous, else here and now."""
         future: Future[T] = Future()
         if self._steps.staleness:
-            self._runtime.submit({UPDATE: partial(_fulfil, future, function)})
+            self._runtime.submit({UPDATE: partial(fulfil, future, function)})
         else:
             future.set_result(function())
         return future
 
 
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+@contextmanager
+def _stops_told() -> Iterator[None]:
+    """Raises an error of words in place of StopIteration, which no generator hands on."""
     try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+        yield
+    except (StopIteration, RuntimeError) as error:
+        stop = error if isinstance(error, StopIteration) else error.__cause__  # a generator has had it already
+        if not isinstance(stop, StopIteration):
+            raise
+        notes = [note.removeprefix("rpfunc: ") for note in getattr(error, "__notes__", ())]
+        raise OptionsError(
+            f"train_steps: {stop!r} was raised {', '.join(notes) or 'where batches are made or prepared'}; it would "
+            "look like the end of the steps, so another error is needed there"
+        ) from error
 
 
 def _scales(known: Sequence[LossScale], count: int) -> list[LossScale]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,39 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.tiny_runs import TINY, metrics, saved, steps_done
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
-from rpfunc.cli import main
-
-TINY = """
-steps = 6
-evaluate_every = 3
-checkpoint_every = 1
-sample_tokens = 12
-[model]
-width = 8
-layers = 1
-heads = 2
-kv_heads = 1
-head_size = 4
-mlp_width = 8
-dropout = 0.1
-[data]
-text = "text.txt"
-examples = 3
-rows = 8
-[execution]
-workers = 2
-microbatches = 2
-"""
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "text.txt").write_text("In the beginning God created the heaven and the earth. " * 10)
-    (tmp_path / "tiny.toml").write_text(TINY)
-    return tmp_path
 
 
 def command(folder, *arguments):
@@ -55,35 +26,6 @@ def command(folder, *arguments):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture
-def rpfunc(folder, monkeypatch, capsys):
-    """Runs a command line in this process, in the folder; gives exit code, output and errors."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def metrics(run):
-    dropped = ("tokens_per_s", "bubble")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name not in dropped} for record in records]
-
-
-def saved(run):
-    tensors = load_file(run / "checkpoint.safetensors")
-    return {name: tensor.tolist() for name, tensor in tensors.items()}
-
-
-def steps_done(run):
-    with safe_open(run / "checkpoint.safetensors", framework="pt") as file:
-        return int(file.metadata()["step"])
 
 
 def test_a_run_writes_what_it_says_and_twice_the_same(folder, rpfunc):
@@ -178,6 +120,9 @@ def test_workers_with_a_memory_limit_say_what_they_held_and_refuse_what_does_not
     assert code == 2
     assert "its memory_bytes is 1,000; memory_bytes=" in errors
     assert "Traceback" not in errors
+    assert "(parameters 0," in errors  # the host has cast them already
+    described = " ".join(re.sub(r"[│\n]", " ", rpfunc("train", "--help")[1]).split())
+    assert "what its tasks make, and parameters that it casts" in described
 
 
 def test_a_run_of_before_there_was_a_precision_continues(folder, rpfunc):
@@ -258,9 +203,10 @@ BAD = {
     "no text": (["train", "tiny.toml", "--data.text", "none.txt"], "none.txt: No such file"),
     "an empty text": (["train", "tiny.toml", "--data.text", "empty.txt"], "has 0 tokens"),
     "a short text": (["train", "tiny.toml", "--data.rows", "5000"], "one row of data.rows needs 5000"),
+    "too little memory": (["train", "tiny.toml", "--worker-memory", "1000"], "its memory_bytes is 1,000"),
     "a folder that exists": (["train", "tiny.toml", "--out", "taken"], "cannot make taken: File exists"),
     "resume without a run": (["train", "--resume", "none"], "cannot read options.json"),
-    "resume with options": (["train", "tiny.toml", "--resume", "taken"], "continues with its own options"),
+    "resume with a config and no run": (["train", "tiny.toml", "--resume", "taken"], "cannot read options.json"),
     "sample without a run": (["sample", "none"], "run none: there is no such folder"),
     "no command": (["trian"], "trian"),
 }

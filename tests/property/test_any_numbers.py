@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from rpfunc.checks import LEAST, MOST
 from rpfunc.errors import PlanError
 from rpfunc.plan import Hardware, LayerCost, Plan, StageCost, lower_bound, partition, roofline, rule_time
-from rpfunc.plan.checks import LEAST, MOST
 from rpfunc.schedule import (
     Schedule,
     Workload,

@@ -51,4 +51,7 @@ def test_an_error_arrives_with_its_task():
     model = Model((Layer("x", rowwise(lambda params, x, batch: batch.row["x"])), Layer("y", rowwise(broken))))
     with pytest.raises(LookupError) as caught:
         apply(model, plan="F0:1 F1:2", workers=2)({}, Batch(row={"x": torch.ones(2, 3)}))
-    assert caught.value.__notes__ == ["rpfunc: in task 1F0 (layers 1:2, microbatch 0) on worker 1"]
+    assert caught.value.__notes__ == [
+        "rpfunc: in layer 'y', forward pass",
+        "rpfunc: in task 1F0 (layers 1:2, microbatch 0) on worker 1",
+    ]

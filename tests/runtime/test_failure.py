@@ -54,6 +54,11 @@ def broken_model(place, when):
     return Model(tuple(layers))
 
 
+def in_layer(place, when):
+    """What the error of `broken_model(place, when)` says of its layer."""
+    return f"rpfunc: in layer {SOUND.layers[place].name!r}, {'backward' if when == 'backward' else 'forward'} pass"
+
+
 def run(model, workers, **options):
     options = {"plan": PLAN, "microbatches": 4, "workers": workers} | options
     return value_and_grad(model, exact.linear(), **options)(PARAMS, BATCH)
@@ -90,16 +95,19 @@ def test_the_layers_own_error_arrives_in_time_and_the_next_call_is_right(place, 
         (0, "backward", "rpfunc: in task 0B0 (layers 0:2, microbatch 0) on worker 0"),
     ],
 )
-def test_the_note_names_task_layers_microbatch_and_worker(place, when, note):
+def test_the_notes_name_layer_task_layers_microbatch_and_worker(place, when, note):
     with pytest.raises(BrokenError) as caught:
         run(broken_model(place, when), 2)
-    assert caught.value.__notes__ == [note]
+    assert caught.value.__notes__ == [in_layer(place, when), note]
 
 
 def test_in_the_callers_own_thread_the_error_is_the_same():
     with pytest.raises(BrokenError) as caught:
         run(broken_model(1, "forward"), None)
-    assert caught.value.__notes__ == ["rpfunc: in task 1F0 (layers 1:3, microbatch 0) on worker 0"]
+    assert caught.value.__notes__ == [
+        in_layer(1, "forward"),
+        "rpfunc: in task 1F0 (layers 1:3, microbatch 0) on worker 0",
+    ]
 
 
 HALVED = {
@@ -124,7 +132,7 @@ def test_a_failure_in_half_a_backward_pass_names_the_half(place, when, note, wor
     """Layer 3 runs forward twice in F, twice in I, then in W."""
     with pytest.raises(BrokenError) as caught:
         run(broken_model(place, when), workers, **HALVED)
-    assert caught.value.__notes__ == [note]
+    assert caught.value.__notes__ == [in_layer(place, when), note]
 
 
 @pytest.mark.parametrize("when", range(9))
@@ -135,7 +143,8 @@ def test_wherever_halves_and_blocks_fail_nothing_hangs(when):
     with pytest.raises(BrokenError) as caught:
         run(broken_model(1, when), 4, **options)
     assert time.monotonic() - began < LIMIT_S
-    assert caught.value.__notes__[0].startswith("rpfunc: in task ")
+    assert caught.value.__notes__[0] == in_layer(1, when)
+    assert caught.value.__notes__[1].startswith("rpfunc: in task ")
     run(SOUND, 4, **options)
 
 

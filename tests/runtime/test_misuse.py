@@ -79,7 +79,7 @@ def test_things_of_the_wrong_kind_are_named():
         Model((Layer("x", lambda p, x, batch: x),))
     with pytest.raises(OptionsError, match=r"chunk is 2\.5, it must be at least 1 row"):
         run(chunk=2.5)
-    with pytest.raises(OptionsError, match=r"microbatches is '3', it must be at least 1"):
+    with pytest.raises(OptionsError, match=r"microbatches is '3', it must be a whole number"):
         run(microbatches="3")
     optimizer = optim.sgd(0.1)
     options = {"model": MODEL, "objective": exact.linear(), "optimizer": optimizer}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpfunc import Cpu, Plan, Runtime, State, optim, train_steps, tree
+from rpfunc.errors import ModelError
 from rpfunc.runtime import Link, session
 from rpfunc.runtime.operations import gradient_waits, operations, version_of
 from rpfunc.runtime.progress import Happened
@@ -125,7 +126,7 @@ def test_every_wait_is_needed(reason, monkeypatch):
         try:
             _, trace = train([Cpu(link=Link(disorder=seed)), Cpu(link=Link(disorder=seed))], schedule=TRAVELLING)
             caught += races(trace)
-        except (KeyError, RuntimeError, IndexError, StopIteration) as error:
+        except (KeyError, RuntimeError, IndexError, StopIteration, ModelError) as error:
             caught.append(repr(error))
     assert caught
 
@@ -145,7 +146,7 @@ def test_disorder_shows_that_a_wait_is_missing(reason, monkeypatch):
             options["optimizer"] = SLOW_OPTIMIZER
         try:
             found, _ = train(workers, record=False, **options)
-        except (KeyError, RuntimeError, IndexError):
+        except (KeyError, RuntimeError, IndexError, ModelError):
             return
         pairs = zip(tree.leaves(found), tree.leaves(wanted), strict=True)
         if len(found) != len(wanted) or any(not torch.equal(one, other) for one, other in pairs):

@@ -3,6 +3,8 @@
 import gc
 import threading
 import weakref
+from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
-from rpfunc import Batch, Layer, Model, memory, random, tree, value_and_grad
+from rpfunc import Batch, Layer, Model, Runtime, State, memory, optim, random, train_steps, tree, value_and_grad
 from rpfunc.errors import MemoryLimitError, OptionsError
 from rpfunc.meter import Following, Meter
 from rpfunc.models import decoder
 from rpfunc.models.decoder import DecoderConfig
 from rpfunc.objectives import Objective, sft
 from rpfunc.runtime import Cpu, Link
+from rpfunc.runtime import room as rooms
 from rpfunc.runtime import session as sessions
 from rpfunc.stream import rowwise
 
@@ -200,3 +203,155 @@ def test_a_meter_keeps_nothing_alive():
 def test_limits_that_are_no_numbers_of_bytes_are_refused(limit):
     with pytest.raises(OptionsError, match=r"worker: memory_bytes is .*, it must be at least 1 byte, or None"):
         Cpu(memory_bytes=limit)
+
+
+def counted(monkeypatch):
+    """Returns a list that grows by one with each answer that is found anew."""
+    found, whole = [], rooms.sizes_of
+
+    def counting(question):
+        found.append(question)
+        return whole(question)
+
+    monkeypatch.setattr(rooms, "sizes_of", counting)
+    return found
+
+
+SUM = Objective(
+    "sum", lambda batch: batch, lambda batch: torch.ones(()), lambda output, batch: output, lambda sums, *_: sums.sum()
+)
+
+
+def tiny(rows=3, examples=1, dtype=torch.float32, width=2, **leaves):
+    return Batch(row={"x": torch.ones(examples, rows, width, dtype=dtype)}, **leaves)
+
+
+def tiny_model(layer=lambda params, x, batch: batch.row["x"] @ params["w"].to(batch.row["x"].dtype)):
+    return Model((Layer("x", rowwise(layer), "x"),))
+
+
+def tiny_params(width=2, dtype=torch.float32):
+    return {"x": {"w": torch.ones(width, 2, dtype=dtype)}}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("workers", [[Cpu(memory_bytes=PLENTY)] * 2, [Cpu(link=Link(), memory_bytes=PLENTY)]])
+def test_a_later_batch_may_have_another_shape_while_parameters_are_being_made(asynchronous, donate, workers):
+    batches = [tiny(3), tiny(3), tiny(5), tiny(4, examples=2), tiny(3), tiny(5)]
+    optimizer = optim.adamw(0.1)
+    how = {"model": tiny_model(), "objective": SUM, "optimizer": optimizer, "asynchronous": asynchronous}
+    found = []
+    for each in (workers, len(workers)):
+        begun = State.create(tiny_params(), optimizer)
+        for state, _ in train_steps(begun, batches, **how, donate=donate, workers=each):
+            last = state.params["x"]["w"].clone()
+        found.append(last)
+    assert torch.equal(*found)
+
+
+def test_one_runtime_finds_each_answer_once_whoever_asks(monkeypatch):
+    found, optimizer, model = counted(monkeypatch), optim.sgd(0.1), tiny_model()
+    with Runtime([Cpu(memory_bytes=PLENTY)] * 2) as runtime:
+        how = {"workers": runtime, "plan": "X0:1"}
+        for _ in range(3):  # shapes that alternate, in calls of their own
+            for rows in (3, 5):
+                value_and_grad(model, SUM, **how)(tiny_params(), tiny(rows))
+        assert len(found) == 2
+        for _ in range(2):
+            state = State.create(tiny_params(), optimizer)
+            batches = [tiny(rows) for rows in (3, 5, 3, 5)]
+            list(train_steps(state, batches, model=model, objective=SUM, optimizer=optimizer, **how))
+        assert len(found) == 2
+        for _ in range(3):
+            key = random.fold_in(random.key(0), len(found))
+            value_and_grad(model, SUM, **how)(tiny_params(), tiny(3, constant={"key": key, "rate": 0.1 * len(found)}))
+        assert len(found) == 3
+
+
+def test_answers_that_are_remembered_are_a_few(monkeypatch):
+    found, model = counted(monkeypatch), tiny_model()
+    with Runtime([Cpu(memory_bytes=PLENTY)]) as runtime:
+        for rows in [*range(1, 11), 10, 1]:
+            value_and_grad(model, SUM, workers=runtime)(tiny_params(), tiny(rows))
+    assert [question.microbatches[0].leaves[-1].shape[1] for question in found] == [*range(1, 11), 1]
+
+
+OTHERS = {
+    "rows": {"batch": tiny(4)},
+    "row dtype": {"batch": tiny(dtype=torch.float64)},
+    "example": {"batch": tiny(example={"w": torch.ones(1, 7)})},
+    "another example": {"batch": tiny(example={"w": torch.ones(1, 8)})},
+    "group": {"batch": tiny(group={"w": torch.ones(1, 7)})},
+    "constant": {"batch": tiny(constant={"w": torch.ones(7)})},
+    "constant dtype": {"batch": tiny(constant={"w": torch.ones(7, dtype=torch.float64)})},
+    "constant size": {"batch": tiny(constant={"w": 7})},
+    "another constant size": {"batch": tiny(constant={"w": 8})},
+    "truth": {"batch": tiny(constant={"w": True})},
+    "one": {"batch": tiny(constant={"w": 1})},
+    "object": {"batch": tiny(constant={"w": object()})},
+    "parameter shape": {"params": tiny_params(3), "batch": tiny(width=3)},
+    "parameter dtype": {"params": tiny_params(dtype=torch.float64)},
+    "frozen": {"frozen": True},
+    "compute dtype": {"compute_dtype": torch.bfloat16},
+    "recompute": {"recompute": "layer"},
+    "chunk": {"chunk": 2},
+    "head chunk": {"head_chunk": 2},
+    "order": {"chunk": 2, "order": "chunk"},
+    "plan": {"plan": "F0:1 B0:1"},
+    "model": {"model": tiny_model()},
+    "objective": {"objective": replace(SUM, name="other")},
+    "microbatches": {"batch": tiny(examples=2), "microbatches": 2},
+    "blocks": {"batch": tiny(examples=2), "microbatches": 2, "blocks": 2},
+    "halves": {"plan": "F0:1 B0:1", "schedule": "0F0 0I0 0W0"},
+}
+
+
+def test_whatever_a_size_may_follow_from_is_asked_anew(monkeypatch):
+    found, plain = counted(monkeypatch), tiny_model()
+    monkeypatch.setattr(rooms, "remembering", lambda: lru_cache(maxsize=None)(rooms.sizes_of))
+    monkeypatch.setattr("rpfunc.runtime.workers.remembering", rooms.remembering)
+    with Runtime([Cpu(memory_bytes=PLENTY)]) as runtime:
+
+        def ask(params=None, batch=None, model=plain, objective=SUM, **how):
+            function = value_and_grad(model, objective, workers=runtime, **how)
+            function(tiny_params() if params is None else params, tiny() if batch is None else batch)
+
+        for other in ({}, *OTHERS.values()):
+            ask(**other)
+        assert len(found) == 1 + len(OTHERS)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ask()
+        assert len(found) == 2 + len(OTHERS)
+        for other in ({}, *OTHERS.values()):
+            ask(**other)
+        assert len(found) == 2 + len(OTHERS)
+
+
+def test_what_has_no_hash_is_asked_anew_each_time(monkeypatch):
+    found = counted(monkeypatch)
+    with Runtime([Cpu(memory_bytes=PLENTY)]) as runtime:
+        value_and_grad(tiny_model(), SUM, workers=runtime)(tiny_params(), tiny())
+        unhashable = replace(found[0], setting=[])
+        assert runtime.sizes(unhashable) == runtime.sizes(unhashable) == runtime.sizes(found[0])
+    assert len(found) == 3
+
+
+def test_what_is_remembered_holds_no_tensor_of_an_iteration():
+    params, batch, model = tiny_params(), tiny(example={"w": torch.ones(1, 7)}), tiny_model()
+    with Runtime([Cpu(memory_bytes=PLENTY)]) as runtime:
+        value_and_grad(model, SUM, frozen=True, workers=runtime)(params, batch)
+        gone = [weakref.ref(params["x"]["w"]), weakref.ref(batch.row["x"]), weakref.ref(batch.example["w"])]
+        del params, batch
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+
+
+def test_leaves_of_all_kinds_that_are_copied_to_a_device_are_planned_for():
+    batch = tiny(example={"w": torch.ones(1, 1000)}, constant={"w": torch.ones(500)})
+    function = value_and_grad(tiny_model(), SUM, workers=[Cpu(link=Link(), memory_bytes=PLENTY)])
+    peak = function(tiny_params(), batch)[0].peak_bytes[0]
+    assert peak > 6000
+    with pytest.raises(MemoryLimitError, match=r"inputs [61]") as caught:
+        value_and_grad(tiny_model(), SUM, workers=[Cpu(link=Link(), memory_bytes=1)])(tiny_params(), batch)
+    assert int(str(caught.value).split("memory_bytes=")[1].split()[0]) >= peak

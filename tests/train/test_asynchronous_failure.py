@@ -29,8 +29,9 @@ def test_a_layer_that_raises_leaves_the_states_before_it_whole(at, donate, worke
                 donate=donate, workers=workers, plan="X0:2",
             ),
         )  # fmt: skip
-    assert len(caught.value.__notes__) == 1
-    assert caught.value.__notes__[0].startswith("rpfunc: in task 0X0 (layers 0:2, microbatch 0) on worker ")
+    layer, task = caught.value.__notes__
+    assert layer.startswith("rpfunc: in layer ")
+    assert task.startswith("rpfunc: in task 0X0 (layers 0:2, microbatch 0) on worker ")
     assert threading.active_count() == before
     wanted, _ = by_hand(1.0, [1.0] * 6, True)
     assert len(reached) == at + 1

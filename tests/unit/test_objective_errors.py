@@ -244,4 +244,5 @@ def test_chunks_that_are_no_number_of_rows(chunk):
         with pytest.raises(OptionsError) as caught:
             call()
         assert f"chunk is {chunk!r}, it must be at least 1 row (or None for whole rows)" in str(caught.value)
-        assert f"microbatches is {chunk!r}, it must be at least 1" in str(caught.value)
+        needed = "at least 1" if isinstance(chunk, int) else "a whole number"
+        assert f"microbatches is {chunk!r}, it must be {needed}" in str(caught.value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -58,20 +59,55 @@ def rate_problems(rates: Mapping[str, Any]) -> list[str]:
 
 
 def count_problems(counts: Mapping[str, Any], least: int = 1, most: int = MOST_COUNT) -> list[str]:
-    """Returns, in words, each of the named values that is no whole number from `least` to `most`.
+    """Returns, in words, each of the named values that is no whole number from `least` to `most`, True and False too.
 
     >>> count_problems({"workers": 0, "microbatches": 2.5})
     ['workers is 0, it must be at least 1', 'microbatches is 2.5, it must be a whole number']
     """
     problems = []
     for name, value in counts.items():
-        if not is_whole(value):
+        if not is_count(value):
             problems.append(f"{name} is {shown(value)}, it must be a whole number")
         elif value < least:
             problems.append(f"{name} is {shown(value)}, it must be at least {least}")
         elif value > most:
             problems.append(f"{name} is {shown(value)}, it must be at most {most}")
     return problems
+
+
+def flag_problems(flags: Mapping[str, Any]) -> list[str]:
+    """Returns, in words, each of the named values that is neither True nor False.
+
+    >>> flag_problems({"donate": "no", "bound": False})
+    ["donate is 'no', it must be True or False"]
+    """
+    return [
+        f"{name} is {shown(value)}, it must be True or False"
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    ]
+
+
+def call_problems(name: str, function: Callable[..., Any], parameters: Sequence[str]) -> list[str]:
+    """Returns, in words, why a function cannot be called with those parameters by position, as far as it tells.
+
+    >>> call_problems("frozen", lambda path: True, ["path", "leaf"])
+    ['frozen cannot be called with (path, leaf): too many positional arguments']
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C tell none
+        return []
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        return [f"{name} cannot be called with ({', '.join(parameters)}): {error}"]
+    return []
+
+
+def is_word(value: Any, words: Collection[str]) -> bool:
+    """Returns whether a value is one of those texts; what `==` says of arrays is no answer."""
+    return isinstance(value, str) and value in words
 
 
 def is_real(value: Any) -> bool:
