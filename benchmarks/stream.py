@@ -66,7 +66,7 @@ CUTS: dict[str, Any] = {"chunk": 512, "head_chunk": 100}
 WAYS: dict[str, Gradient] = {
     "plain": partial(autograd, checkpointed=False),
     "checkpoint": partial(autograd, checkpointed=True),
-    "layer": partial(streamed, **CUTS, keep_attention=0.7),
+    "layer": partial(streamed, **CUTS, keep_attention=1.0),
     "chunk": partial(streamed, **CUTS, order="chunk"),
     "least": partial(streamed, **CUTS),  # layer by layer, nothing kept: for the longest sequence
 }
