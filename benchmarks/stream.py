@@ -84,18 +84,15 @@ def peak_mib(way: Gradient, params: dict[str, Any], batch: Batch) -> tuple[float
     return (peak.peak_bytes - sum(leaf.nbytes for leaf in tree.leaves(params))) / MIB, peak.result
 
 
-def seconds(
-    ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int, runs: int
-) -> dict[str, float]:
-    """Returns the median over rounds, in each of which every way takes its turn: `runs` runs, of which the last counts.
+def seconds(ways: dict[str, Gradient], params: dict[str, Any], batch: Batch, rounds: int) -> dict[str, float]:
+    """Returns the median over rounds, in each of which every way takes its turn.
 
-    What a way finds depends on the one before: memory that gigabytes were just given back from is slow to get anew.
+    What a way finds depends a little on the one before: memory that was just given back by the gigabyte is slow to get
+    anew.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            for _ in range(runs - 1):
-                way(params, batch)
             began = time.perf_counter()
             way(params, batch)
             taken[name].append(time.perf_counter() - began)
@@ -120,7 +117,7 @@ def measure(num_rows: int, quick: bool) -> Iterator[dict[str, Any]]:
         peaks[name], found = peak_mib(WAYS[name], params, batch)
         errors[name] = worst_error(found, wanted) if exact else None
     timed = {name: WAYS[name] for name in names if not quick or name != "plain"}
-    times = seconds(timed, params, batch, rounds=3 if exact and not quick else 1, runs=1 if quick else 2)
+    times = seconds(timed, params, batch, rounds=3 if exact and not quick else 1)
     for name in names:
         yield {
             "way": name,

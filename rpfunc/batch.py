@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rpfunc import tree
@@ -61,6 +62,11 @@ class Batch:
         ]
         if odd:
             raise BatchError.listing("batch", odd)
+        sparse = [
+            f"{name} is {leaf.layout}, needs a dense tensor" for name, leaf, _ in sizes if leaf.layout != torch.strided
+        ]
+        if sparse:
+            raise BatchError.listing("batch", sparse)
         flat = [name for name, leaf, _ in sizes if leaf.dim() < (2 if name.startswith("row.") else 1)]
         if flat:
             raise BatchError.listing(

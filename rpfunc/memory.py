@@ -30,7 +30,8 @@ def peak(function: Callable[[], Any]) -> Peak:
     CPU: every allocation and release, from the profiler's allocator events. They cover the calling thread alone, so
     measure work that runs in the caller's thread (`workers=None`), or call this inside a worker. CUDA, where it is
     initialised: the caching allocator's own peak. Slows `function` down somewhat; do not time it at once.
-    Threads take turns. Raises OptionsError inside a measurement or profile of the same thread.
+    Threads take turns. torch's profiler may write lines of its own to stderr. Raises OptionsError inside a measurement
+    or profile of the same thread.
 
     >>> peak(lambda: (torch.zeros(100) + torch.zeros(100)).sum().item()).peak_bytes
     1200

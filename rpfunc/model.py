@@ -122,6 +122,8 @@ class Model:
                 found = f"{leaf.dtype} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
                 advice = "; hold torch.view_as_real of it" if isinstance(leaf, Tensor) and leaf.is_complex() else ""
                 problems.append(f"params leaf {path} is a {found}, needs a floating-point tensor{advice}")
+            elif leaf.layout != torch.strided:
+                problems.append(f"params leaf {path} is {leaf.layout}, needs a dense tensor")
         if problems:
             raise ModelError.listing("model", problems)
 

@@ -21,7 +21,7 @@ from rpfunc.cli.checks import PICTURES, check_numbers, check_outputs
 from rpfunc.cli.roofline import RooflineOptions, roofline_command
 from rpfunc.cli.simulate import SimulateOptions, simulate_command
 from rpfunc.cli.train import INTERRUPTED, print_text, read_model, resume_run, train_run, write_text
-from rpfunc.errors import OptionsError, RpfuncError
+from rpfunc.errors import MemoryLimitError, OptionsError, RpfuncError
 from rpfunc.train import checkpoint
 from rpfunc.train.options import TrainOptions
 
@@ -175,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # none: closed before the start
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
+    except MemoryLimitError as error:
+        return _refuse(errors, str(error).replace("memory_bytes", "--worker-memory"))  # as it is called here
     except (RpfuncError, CycloptsError) as error:
         return _refuse(errors, str(error))
     except OSError as error:  # a disk that is full, a file that may not be written

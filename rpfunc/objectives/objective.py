@@ -24,7 +24,20 @@ class Objective:
                forward pass over all microbatches before any gradient is taken, and added up; `loss` finds the result
                in `batch.constant["statistic"]`, as a constant. None: F needs no such number
 
-    A batch whose total is 0 has loss 0 and zero gradients.
+    A batch whose total is 0 has loss 0 and zero gradients. `rpfunc.testing.assert_streams_objective` proves one right.
+
+    The squared error of a model's output (B, T, 1), averaged over the rows that have a label; what a row without one
+    holds has no effect, nan neither:
+
+    >>> import torch
+    >>> def score(output, batch):
+    ...     counts = batch.row["labels"] != -100
+    ...     return torch.where(counts, output[..., 0] - batch.row["wanted"], 0.0).square()
+    >>> def count(batch):
+    ...     return (batch.row["labels"] != -100).sum().double()
+    >>> def mean(sums, batch, total):
+    ...     return weighted_mean(sums, total)
+    >>> squared = Objective("squared", lambda batch: batch, count, score, mean)
     """
 
     name: str

@@ -15,6 +15,7 @@ from rpfunc.checks import count_problems, rate_problems
 from rpfunc.errors import OptionsError, PlanError
 from rpfunc.meter import Following, Meter
 from rpfunc.model import Model, Params
+from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.chunk_major import check_stepping
@@ -41,11 +42,11 @@ def memory(
 ) -> int:
     """Returns the predicted peak of live tensor bytes of `value_and_grad` in the caller's thread, gradients included.
 
-    The same quantity as `rpfunc.memory.peak` measures: what is live above parameters and batch. The run's own code is
-    executed on tensors that have shapes and no data, and their lifetimes are followed; what a kernel uses inside
-    itself is not seen. Of many chunks the last two are run, of many microbatches the first two, which take most: so it
-    takes some seconds, however long the sequence, and no memory. (Where a layer is recurrent or bidirectional, of
-    which each chunk adds to what is held, all are run.)
+    The same quantity as `rpfunc.memory.peak` measures, within 10%: what is live above parameters and batch (some per
+    cent too little where all tensors are tiny). The run's own code is executed on tensors that have shapes and no data,
+    and their lifetimes are followed; what a kernel uses inside itself is not seen. Of many chunks the last two are run,
+    of many microbatches the first two, which take most: so it takes some seconds, however long the sequence, and no
+    memory. (Where a layer is recurrent or bidirectional, of which each chunk adds to what is held, all are run.)
     Raises ModelError, BatchError, OptionsError or PlanError for what `value_and_grad` would refuse. Source: own.
     """
     how = Streaming(chunk, head_chunk, order, keep_attention)
@@ -55,6 +56,7 @@ def memory(
     if how.order == "chunk":
         check_stepping(model.layers)
     model.check(params)
+    objective = checked(objective)
     prepared = objective.prepare(batch)
     total = objective.total(prepared)
     # the second microbatch is the largest of those that find gradients to add to

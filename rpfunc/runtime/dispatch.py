@@ -74,6 +74,7 @@ class Dispatch:
             wait_until(self._ended, lambda: self._working == 0)
 
     def _serve(self, operations: Sequence[Operation]) -> None:
+        operation: Operation | None = None
         try:
             with self._context.entered():
                 for operation in operations:
@@ -88,7 +89,8 @@ class Dispatch:
         except Stopped:
             pass
         except BaseException as error:
-            self._note(error, operation)
+            if operation is not None:  # or the caller's context could not be entered
+                self._note(error, operation)
             self._progress.fail(error, self._iteration)
         finally:
             with self._ended:

@@ -16,12 +16,12 @@ from rpfunc.model import Params
 from rpfunc.runtime.device import Device
 from rpfunc.runtime.iteration import Iteration, Place
 from rpfunc.runtime.operations import BEHIND, Operation
-from rpfunc.runtime.room import cast, tensors_of, values_of
+from rpfunc.runtime.room import tensors_of, values_of
 from rpfunc.runtime.tasks import Inputs, Outputs, perform
 from rpfunc.runtime.trace import Recorder
 from rpfunc.runtime.waiting import never
 from rpfunc.schedule.task import Task
-from rpfunc.stream.freeze import Frozen
+from rpfunc.stream.freeze import Frozen, cast
 from rpfunc.stream.streaming import Grads
 
 Run = tuple[Task, ...]

@@ -13,6 +13,7 @@ from rpfunc.batch import Batch
 from rpfunc.checks import call_problems, count_problems, is_count, is_word, plain_number, shown
 from rpfunc.errors import OptionsError, PlanError, ScheduleError
 from rpfunc.model import Model, Params
+from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.partition import partition
@@ -48,6 +49,8 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("microbatches", "blocks"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
+        if isinstance(self.objective, Objective):
+            object.__setattr__(self, "objective", checked(self.objective))
         problems = self.streaming.problems()
         kinds: dict[str, tuple[object, type]] = {"model": (self.model, Model)}
         if not self.forward_only:
@@ -151,7 +154,10 @@ def choose_schedule(
         there = f"there are {num_workers} workers" if num_workers > 1 else "there is 1 worker"
         problems.append(f"has {lines} lines, one a worker, and {there}; workers={lines} would do")
     if found != num_microbatches:
-        problems.append(f"has {found} microbatches, the batch is cut into {num_microbatches}")
+        problems.append(
+            f"has {found} microbatches, the batch is cut into {num_microbatches}; a function (work, num_workers) -> "
+            "Schedule, such as rpfunc.schedule.round_robin, makes one for each batch"
+        )
     if problems:
         raise ScheduleError.listing("schedule", problems)
     work = halved_as(schedule, work)

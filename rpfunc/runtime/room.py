@@ -24,7 +24,7 @@ from rpfunc.runtime.operations import Line
 from rpfunc.runtime.outline import Alike, Outline
 from rpfunc.runtime.tasks import Inputs, Work, perform
 from rpfunc.schedule.task import Task
-from rpfunc.stream.freeze import Frozen
+from rpfunc.stream.freeze import Frozen, cast
 
 Slot = tuple[int, str]
 """Stage and kind of a task."""
@@ -194,11 +194,6 @@ def check_room(found: Sequence[Need | None], limits: Sequence[int | None]) -> No
     ]
     if problems:
         raise MemoryLimitError.listing("worker memory", problems)
-
-
-def cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    """Returns a leaf, frozen or not, in another dtype."""
-    return Frozen(leaf.tensor.to(dtype)) if isinstance(leaf, Frozen) else leaf.to(dtype)
 
 
 def values_of(inputs: Inputs) -> Any:

@@ -29,7 +29,8 @@ from rpfunc.runtime.tasks import Work
 from rpfunc.runtime.workers import Runtime
 from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.freeze import thawing
-from rpfunc.stream.value import with_statistic
+from rpfunc.stream.transforms import running_transforms
+from rpfunc.stream.value import cast_when_read, with_statistic
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,19 @@ class Session:
                  tell that a subtree is there. The first iteration's are all there: they tell the shapes of the others'
         """
         job, runtime = self.job, self.runtime
+        if job.objective is not None and running_transforms():
+            raise OptionsError(
+                f"gradients are asked for inside {', '.join(running_transforms())} of torch.func, as in a layer that "
+                "is being differentiated, which rpfunc's gradients do not go through; torch.func.vjp would"
+            )
         prepared, total = prepare(job, batch, total)
         pieces = prepared.microbatches(job.microbatches)
         schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
         if job.objective is not None and job.objective.statistic is not None:
             if version is not None:
                 self._await_version(version)
-            pieces = with_statistic(self._model, job.objective, params, pieces, job.streaming)
+            cast = cast_when_read(params, job.compute_dtype)
+            pieces = with_statistic(self._model, job.objective, cast, pieces, job.streaming)
         objective = _scaled(job.objective, scale)
         work = Work(self._model, objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory

@@ -133,7 +133,7 @@ def _specs(workers: Any) -> Sequence[Any]:
         return [Cpu()] * int(workers)
     if workers is None:
         return ()
-    if not isinstance(workers, Sequence) or isinstance(workers, str):
+    if not isinstance(workers, Sequence) or isinstance(workers, str) or not workers:
         raise OptionsError(
             f"workers: found {shown(workers)}, needs a number, specs such as [Cpu(threads=2)], a Runtime or None"
         )

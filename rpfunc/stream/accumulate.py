@@ -122,7 +122,7 @@ class _AddingProducts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = self._places.get(id(args[1])) if len(args) > 1 and function in (F.linear, F.embedding) else None
-        if place is not None and running_transforms() != self._outside:
+        if place is not None and (running_transforms() != self._outside or _casts(args[0])):
             place = None  # what comes back through a further transform is no gradient of this function
         if place is not None and function is F.linear and len(args) + len(kwargs or {}) <= 3:
             bias = args[2] if len(args) == 3 else (kwargs or {}).get("bias")
@@ -136,6 +136,11 @@ class _AddingProducts(TorchFunctionMode):
         ):
             return _Embedding.apply(args[0], args[1], self._sums, place)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
+
+
+def _casts(x: Any) -> bool:
+    """Returns whether autocast, which a function may turn on for itself, may give products another dtype."""
+    return isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
 
 
 def is_plain_look_up(

@@ -148,6 +148,7 @@ class _LookBack(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
         ctx.memory, ctx.start, ctx.stop, ctx.reached = inputs[:4]
+        ctx.nothing = (None,) * len(inputs[4:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -155,7 +156,7 @@ class _LookBack(Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.reached(True)
         ctx.memory.receive(cotangents, ctx.start, ctx.stop)
-        return None, None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ())
+        return None, None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ctx.nothing)
 
 
 class _Receiving(TorchFunctionMode):

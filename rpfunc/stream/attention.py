@@ -41,8 +41,9 @@ def attend(
       window             the row is one of the last `window` up to its own, which counts
       query/key_segments the row is of the same segment (packed documents; give both)
       visible            the row is visible at all (padding is not)
-    A query that sees nothing gets zeros, and gives none but zero gradients; what is not `visible` may hold anything,
-    nan and inf too. scale, above 0: 1 / sqrt(size) by default.
+    A query that sees nothing gets zeros, and gives none but zero gradients; keys and values that are not `visible` may
+    hold anything, nan and inf too (queries may not: a row that is not visible still sees others). scale, above 0:
+    1 / sqrt(size) by default.
     soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118). sinks: a further score for
     each head that takes part in the softmax and has no value (GPT-OSS).
 

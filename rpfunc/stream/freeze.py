@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rpfunc import tree
@@ -55,3 +56,8 @@ def mark(params: Any, chosen: Any) -> Any:
 
 def _thaw(params: Any) -> Any:
     return tree.map(lambda leaf: leaf.tensor if isinstance(leaf, Frozen) else leaf, params)
+
+
+def cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    """Returns a leaf, frozen or not, in another dtype."""
+    return Frozen(leaf.tensor.to(dtype)) if isinstance(leaf, Frozen) else leaf.to(dtype)

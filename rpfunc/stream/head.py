@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
-from rpfunc.errors import ModelError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
@@ -125,8 +124,6 @@ def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tup
 
 
 def _sum(scores: Tensor) -> Tensor:
-    if scores.is_complex():
-        raise ModelError(f"objective: scores are {scores.dtype}; a loss is real, so scores must be, as in output.real")
     # float64, so that a sum over a long row loses nothing to its length
     return scores.detach().double().sum(dim=1)
 

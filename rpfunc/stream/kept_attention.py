@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rpfunc.stream.split_attention import attention_with_sums, known_attention, split_attention
+from rpfunc.stream.transforms import running_transforms
 
 
 class KeptAttention:
@@ -40,9 +41,10 @@ class KeptAttention:
 class _Computing(TorchFunctionMode):
     def __init__(self, results: list[tuple[Tensor, Tensor]]) -> None:
         self._results = results
+        self._transforms = running_transforms()  # inside further ones, a result is not to be kept
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not split_attention:
+        if function is not split_attention or running_transforms() != self._transforms:
             return function(*args, **(kwargs or {}))
         result = attention_with_sums(*args)
         self._results.append(result)
@@ -52,8 +54,9 @@ class _Computing(TorchFunctionMode):
 class _Recomputing(TorchFunctionMode):
     def __init__(self, results: list[tuple[Tensor, Tensor]]) -> None:
         self._results = results
+        self._transforms = (*running_transforms(), "Grad")  # the vjp of the recomputed chunk
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is split_attention and self._results:
+        if function is split_attention and self._results and running_transforms() == self._transforms:
             return known_attention(self._results.pop(0), *args)
         return function(*args, **(kwargs or {}))

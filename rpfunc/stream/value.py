@@ -13,8 +13,10 @@ from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import OptionsError
 from rpfunc.model import Model, Params
+from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import check_stepping
+from rpfunc.stream.freeze import cast
 from rpfunc.stream.head import head_value
 from rpfunc.stream.stage import stage_forward
 from rpfunc.stream.streaming import Order, Streaming, dtype_problems
@@ -42,15 +44,16 @@ def value(
         raise OptionsError.listing("options", problems)
     if how.order == "chunk":
         check_stepping(model.layers)
+    scored = checked(objective)
 
     def function(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         model.check(params)
-        params = params if compute_dtype is None else _Cast(params, compute_dtype)
-        prepared = objective.prepare(batch)
-        total = objective.total(prepared)
-        pieces = with_statistic(model, objective, params, prepared.microbatches(microbatches), how)
-        sums = _sums(model, objective, params, pieces, how)
-        losses = [objective.loss(part, piece, total) for part, piece in zip(sums, pieces, strict=True)]
+        params = cast_when_read(params, compute_dtype)
+        prepared = scored.prepare(batch)
+        total = scored.total(prepared)
+        pieces = with_statistic(model, scored, params, prepared.microbatches(microbatches), how)
+        sums = _sums(model, scored, params, pieces, how)
+        losses = [scored.loss(part, piece, total) for part, piece in zip(sums, pieces, strict=True)]
         return torch.stack(losses).sum(), total
 
     return function
@@ -82,15 +85,21 @@ def _sums(model: Model, objective: Objective, params: Params, pieces: Sequence[B
     return sums
 
 
+def cast_when_read(params: Params, dtype: torch.dtype | None) -> Params:
+    """Returns parameters in another dtype (None: in their own), each subtree cast when it is read.
+
+    They may be mapped from a file, and larger than memory.
+    """
+    return params if dtype is None else _Cast(params, dtype)
+
+
 @dataclass(frozen=True)
 class _Cast(Mapping[str, Any]):
-    """Parameters in another dtype, each subtree cast when it is read: they may be mapped from a file."""
-
     params: Params
     dtype: torch.dtype
 
     def __getitem__(self, name: str) -> Any:
-        return tree.map(lambda leaf: leaf.to(self.dtype), self.params[name])
+        return tree.map(lambda leaf: cast(leaf, self.dtype), self.params[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.params)

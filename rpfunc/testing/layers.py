@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.checks import count_problems, is_real, shown
 from rpfunc.errors import OptionsError
 from rpfunc.model import Flat, Form, Layer
 from rpfunc.stream import Attending, Bidirectional, Opaque, Recurrent, RowWise
@@ -42,17 +43,20 @@ def assert_streams(
     layer, params, x, batch  as in a call of the layer, or of a form; at least 2 examples (groups) and 3 rows, more
                              than a window. All floats become float64
     chunk                    check one chunk size on the whole batch and nothing else
-    tolerance                of `gradient_error`; None: 1e-10, or for a given `chunk` equal values
+    tolerance                of `gradient_error`, below 1; None: 1e-10, or for a given `chunk` equal values, which only
+                             arithmetic without rounding gives (`rpfunc.testing.exact`)
     draws                    how many cuts are drawn from `seed`: examples, rows (1, too), chunk, microbatches
     segments                 name of a row leaf (B, T): rows of different values are different documents and must not
                              see each other. None, or where the batch has no leaf "segments": there is no such rule
 
     In order: the layer writes into no argument, reads nothing but its arguments (two calls agree, the global random
-    state stays), and gives finite numbers; no output row depends on an input row that its form, window, segment or
-    example forbids (whole and in chunks of 2 rows; the first few rows, and all rows of all documents); cut in any of
-    the drawn ways, layer by layer and chunk by chunk,
-    it gives the output of whole rows and the gradients of x and params by torch.autograd.
+    state stays), and gives finite numbers, of as many rows as there are; no output row depends on an input row that its
+    form, window, segment or example forbids (whole and in chunks of 2 rows; the first few rows, and all rows of all
+    documents); cut in any of the drawn ways, layer by layer (attention kept, too) and chunk by chunk, it gives the
+    output of whole rows and the gradients of x and params by torch.autograd. Raises OptionsError for options that
+    cannot work.
     """
+    _check_options(layer, chunk, tolerance, draws)
     form, name = (layer.form, f"layer {layer.name!r}") if isinstance(layer, Layer) else (layer, _kind(layer))
     selected = layer.select(params) if isinstance(layer, Layer) else params
     if chunk is not None:
@@ -103,6 +107,20 @@ def _check_cut(name: str, form: Form, params: Any, x: Any, batch: Batch, cut: Cu
         _expect_gradient(what, paths["params"], list(summed or ()), total, tolerance, hint)
 
 
+def _check_options(layer: Any, chunk: Any, tolerance: Any, draws: Any) -> None:
+    problems = [] if chunk is None else count_problems({"chunk": chunk})
+    problems += count_problems({"draws": draws})
+    if tolerance is not None and not (is_real(tolerance) and 0 <= tolerance < 1):
+        problems.append(f"tolerance is {shown(tolerance)}, it must be from 0, below 1, or None")
+    if not isinstance(layer, Layer) and not all(hasattr(layer, verb) for verb in ("full", "forward", "backward")):
+        problems.append(
+            f"layer is a {type(layer).__name__}, needs a Layer or a form: rowwise(function), attending(kv, rows), "
+            "recurrent(body, init) or opaque(function)"
+        )
+    if problems:
+        raise OptionsError.listing("assert_streams", problems)
+
+
 def _check_enough(name: str, form: Form, batch: Batch, segments: str | None) -> None:
     problems = []
     if segments is not None and segments not in batch.row:
@@ -135,6 +153,7 @@ def _check_call(name: str, form: Form, params: Any, x: Any, batch: Batch) -> Non
     state = torch.get_rng_state()
     with _untouched(name, params, x, batch):
         one, other = form.full(params, x, batch), form.full(params, x, batch)
+    _check_shapes(name, form, one, batch)
     _check_finite(name, {"output": one})
     draw = "draw with rpfunc.random from a key in batch.constant"
     if not torch.equal(state, torch.get_rng_state()):
@@ -144,6 +163,20 @@ def _check_call(name: str, form: Form, params: Any, x: Any, batch: Batch) -> Non
             f"{name}: two calls with the same arguments differ at output row {row[1]}, so something else is read, "
             f"such as a global random state or what a call has left behind; {draw}"
         )
+
+
+def _check_shapes(name: str, form: Form, output: Any, batch: Batch) -> None:
+    leaves = list(zip(tree.paths(output), tree.leaves(output), strict=True))
+    if not leaves:
+        raise AssertionError(f"{name}: returned {output!r}, in which there is no tensor; is a `return` missing?")
+    for path, leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise AssertionError(f"{name}: output {path} is a {type(leaf).__name__}, it must be a tensor")
+        needed = (batch.num_examples, batch.num_rows)
+        if knows_rows(form) and leaf.shape[:2] != needed:
+            raise AssertionError(
+                f"{name}: output {path} has shape {tuple(leaf.shape)}, it must begin with (examples, rows), {needed}"
+            )
 
 
 def _check_sight(name: str, form: Form, params: Any, x: Any, batch: Batch, segments: str | None, seed: int) -> None:

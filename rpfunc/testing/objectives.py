@@ -15,6 +15,7 @@ from rpfunc import reference, tree
 from rpfunc.batch import Batch
 from rpfunc.model import Layer, Model
 from rpfunc.objectives import IGNORED, Objective
+from rpfunc.objectives.checked import checked
 from rpfunc.runtime import value_and_grad
 from rpfunc.stream import rowwise
 from rpfunc.stream.flat import rows, vjp
@@ -46,7 +47,8 @@ def assert_streams_objective(
     make_output  (B, T, generator) -> the model's output, a tree of float64 leaves (B, T, ...); None: logits (B, T, V)
     dense        (output, batch) -> loss (), the formula in plain torch operations, to compare with
 
-    The promises: a row's score depends on that row alone; `linear` is true; any chunk and number of microbatches gives
+    The promises: each function returns what `Objective` says; totals of parts add up to the whole's; a row's score
+    depends on that row alone; `linear` is true; any chunk and number of microbatches gives
     the loss and gradients of one plain vjp; where no label leaves a total of 0, loss and gradients are 0; labels of
     -100 take all that stands at their places out of the loss, bit for bit, and out of every count; every
     floating-point or boolean leaf of the batch has an effect in some draw.
@@ -57,6 +59,8 @@ def assert_streams_objective(
 
     from rpfunc.testing.strategies import chunks
 
+    objective = checked(objective)
+    totals: list[float] = []
     unread: set[tuple[str, str]] = set()
     read: set[tuple[str, str]] = set()
 
@@ -79,6 +83,7 @@ def assert_streams_objective(
         output = logits if make_output is None else make_output(*shape, generator)
         chunk, microbatches = data.draw(chunks(num_rows), "chunk"), data.draw(st.integers(1, 4), "microbatches")
         run = _streamed(objective, microbatches, chunk)
+        totals.append(_check_total(objective, batch))
         _check_rows(objective, output, batch)
         _check_finite(objective, output, batch)
         if objective.linear:
@@ -103,6 +108,9 @@ def assert_streams_objective(
                 read.add(leaf)
 
     check()
+    assert any(totals), (
+        f"{objective.name}: `total` was 0 in all draws, so nothing was ever scored; `make_batch` must give labels, too"
+    )
     without = sorted(f"{kind} leaf {name!r}" for kind, name in unread - read)
     assert not without, f"{objective.name}: no effect on the loss in any draw, so not read: {', '.join(without)}"
 
@@ -116,6 +124,17 @@ def table() -> Model:
         return rows(tree.map(lambda leaf: leaf[first:stop], output), batch.first_row, batch.first_row + batch.num_rows)
 
     return Model((Layer("table", rowwise(look_up), "output"),))
+
+
+def _check_total(objective: Objective, batch: Batch) -> float:
+    """Returns the batch's total, which is that of its groups, prepared one by one, added up."""
+    total = float(objective.total(objective.prepare(batch)))
+    parts = [float(objective.total(objective.prepare(piece))) for piece in batch.microbatches(batch.num_examples)]
+    assert abs(sum(parts) - total) <= TOLERANCE * max(1.0, abs(total)), (
+        f"`total` is {total:g} of the whole batch, and {sum(parts):g} added up over its groups; it must add up, so "
+        "that a loss can be accumulated over several batches"
+    )
+    return total
 
 
 def _check_rows(objective: Objective, output: Any, batch: Batch) -> None:
@@ -178,14 +197,18 @@ def _check_masked_contents(run: Run, output: Any, batch: Batch, generator: torch
     garbage = torch.tensor(GARBAGE, dtype=torch.float64)
 
     def fill(leaf: Tensor, mask: Tensor, filled: bool, kinds: int = len(GARBAGE)) -> Tensor:
-        if not leaf.is_floating_point():
-            return leaf
         mask = mask.reshape(*mask.shape, *(1,) * (leaf.dim() - mask.dim()))
+        if not leaf.is_floating_point():  # others of its own values, since not every one may have a meaning
+            draws = leaf.flatten()[torch.randint(leaf.numel(), leaf.shape, generator=generator)]
+            return torch.where(mask, draws if leaf.dtype != torch.bool or filled else ~leaf, leaf)
         draws = garbage[torch.randint(kinds, leaf.shape, generator=generator)].to(leaf.dtype)
         return torch.where(mask, draws if filled else torch.zeros_like(leaf), leaf)
 
     def both(filled: bool) -> dict[str, Any]:
-        row = tree.map(lambda leaf: fill(leaf, masked, filled), dict(batch.row))
+        row = {
+            name: leaves if name == "labels" else tree.map(lambda leaf: fill(leaf, masked, filled), leaves)
+            for name, leaves in batch.row.items()
+        }
         example = tree.map(lambda leaf: fill(leaf, masked.all(dim=1), filled), dict(batch.example))
         filled_output = tree.map(lambda leaf: fill(leaf, no_target, filled, FINITE), output)
         return run(filled_output, replace(batch, row=row, example=example))

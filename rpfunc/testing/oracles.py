@@ -52,11 +52,20 @@ def assert_equal(found: Any, wanted: Any) -> None:
     """Raises AssertionError, naming the leaves, unless every two leaves have equal values and shapes (0.0 == -0.0)."""
     _assert_same_shapes(found, wanted)
     differing = [
-        f"{path}: found {one.tolist()}, needed {other.tolist()}"
+        f"{path}: {_first_difference(one, other.to(one.dtype))}"
         for path, one, other in zip(tree.paths(wanted), tree.leaves(found), tree.leaves(wanted), strict=True)
         if not torch.equal(one, other.to(one.dtype))
     ]
     assert not differing, "\n".join(differing)
+
+
+def _first_difference(found: Tensor, wanted: Tensor) -> str:
+    differs = found != wanted
+    place = differs.nonzero()[0].tolist()
+    where = f" at [{', '.join(map(str, place))}]" if place else ""
+    one, other = found[tuple(place)].item(), wanted[tuple(place)].item()
+    count = f"{int(differs.sum())} of {differs.numel()} numbers differ, the first{where}: " if place else ""
+    return f"{count}found {one}, needed {other}"
 
 
 def assert_equal_bits(found: Any, wanted: Any) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.model import Flat, Form, Layer
-from rpfunc.stream import Stepping
+from rpfunc.stream import Attending, Stepping
 from rpfunc.stream.chunk_major import chunk_backward, chunk_forward
 from rpfunc.stream.flat import is_inexact
+from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.linearize import linearize
 from rpfunc.stream.streaming import Streaming
 from rpfunc.sums import Sums
@@ -46,7 +47,7 @@ class Way(NamedTuple):
 
 
 def ways(form: Form, chunk: int) -> Iterator[Way]:
-    """Yields the ways that `form` has: in one piece, layer-major, and chunk-major if it works step by step."""
+    """Yields the ways that `form` has: in one piece, layer-major, with attention kept, chunk-major."""
     layers = (Layer("layer", form, "layer"),)
     how = Streaming(chunk, order="chunk")
 
@@ -66,6 +67,18 @@ def ways(form: Form, chunk: int) -> Iterator[Way]:
         lambda params, x, batch: form.forward(params, x, batch, chunk),
         lambda params, x, batch, dy, grads: form.backward(params, x, batch, chunk, dy, grads),
     )
+    if isinstance(form, Attending):
+
+        def kept(params: Any, x: Any, batch: Batch, dy: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
+            _, pullback = linearize(layers[0], {"layer": params}, x, batch, chunk, keep_attention=1.0)
+            dx, after = pullback(dy, {} if grads is None else {"layer": grads})
+            return dx, after["layer"]
+
+        yield Way(
+            f"layer by layer, {chunk} rows at a time, attention kept",
+            lambda params, x, batch: form.forward(params, x, batch, chunk, KeptAttention(1.0)),
+            kept,
+        )
     if isinstance(form, Stepping):
         yield Way(
             f"chunk by chunk, {chunk} rows at a time",

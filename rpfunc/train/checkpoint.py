@@ -25,24 +25,32 @@ FORMATS = ("rpfunc checkpoint 1", FORMAT)
 """What is read: the first one held parameters, optimizer state and step, all that a synchronous run in float32 has."""
 
 
-def save(path: Path, state: State, notes: Mapping[str, str] | None = None, *, frozen: tree.Mask | None = None) -> None:
+def save(
+    path: Path | str, state: State, notes: Mapping[str, str] | None = None, *, frozen: tree.Mask | None = None
+) -> None:
     """Writes a state, with `notes` (text by name) in the file's header; leaves that `frozen` selects are left out.
 
     An update under way is waited for: all that is written is of one step. The bytes go to a file beside `path`, reach
     the disk, and then take its name: whenever the process is killed, `path` is a whole checkpoint, the last one or
     this one.
     """
+    path, notes = Path(path), notes or {}
+    odd = [
+        f"note {name!r} is a {type(text).__name__}, needs text" for name, text in notes.items() if type(text) is not str
+    ]
+    if odd:
+        raise CheckpointError.listing(f"checkpoint {path}", odd)
     values = state.values()
     tensors = _named(_trees(values, frozen))
     unshared = dict(zip(tensors, own(tuple(leaf.detach().cpu() for leaf in tensors.values())), strict=True))
-    header = {**(notes or {}), "format": FORMAT, "step": str(state.step), "scales": json.dumps(values.scales)}
+    header = {**notes, "format": FORMAT, "step": str(state.step), "scales": json.dumps(values.scales)}
     try:
         replace_file(path, lambda beside: save_file(unshared, beside, metadata=header))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint {path}: cannot be written ({error}); the one before it is whole") from error
 
 
-def load(path: Path, like: State, *, frozen: tree.Mask | None = None) -> State:
+def load(path: Path | str, like: State, *, frozen: tree.Mask | None = None) -> State:
     """Returns the state in `path`, with the structure of `like` (a state of the same model and optimizer).
 
     Leaves that `frozen` selects are not in the file: they are those of `like`. The parameters of the step before,
@@ -74,7 +82,7 @@ def load(path: Path, like: State, *, frozen: tree.Mask | None = None) -> State:
     return State(params, restored["optimizer"], step, stale=stale, scales=scales)
 
 
-def read_notes(path: Path) -> dict[str, str]:
+def read_notes(path: Path | str) -> dict[str, str]:
     """Returns the header's text entries, `step` among them. Raises CheckpointError if there is no whole checkpoint."""
     try:
         with safe_open(path, framework="pt") as file:

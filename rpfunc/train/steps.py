@@ -269,7 +269,9 @@ class _Flight:
             self._store.skip_version(number)
         else:
             self._store.open(number + 1)
-        if self._steps.staleness or self._runtime.is_inline:
+        objective = self._job.objective
+        whole = objective is not None and objective.statistic is not None  # its pass over a batch reads all subtrees
+        if self._steps.staleness or self._runtime.is_inline or whole:
             self._step = self._submit(make)
             self.start_next()
         else:  # the workers are free: this thread, with all its cores, makes the step while they wait for its subtrees

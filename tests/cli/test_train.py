@@ -118,7 +118,7 @@ def test_workers_with_a_memory_limit_say_what_they_held_and_refuse_what_does_not
     assert not any("worker_peak_bytes" in record for record in metrics(folder / "free"))
     code, _, errors = rpfunc("train", "tiny.toml", "--out", "small", "--worker-memory", "1000")
     assert code == 2
-    assert "its memory_bytes is 1,000; memory_bytes=" in errors
+    assert "its --worker-memory is 1,000; --worker-memory=" in errors
     assert "Traceback" not in errors
     assert "(parameters 0," in errors  # the host has cast them already
     described = " ".join(re.sub(r"[│\n]", " ", rpfunc("train", "--help")[1]).split())
@@ -203,7 +203,7 @@ BAD = {
     "no text": (["train", "tiny.toml", "--data.text", "none.txt"], "none.txt: No such file"),
     "an empty text": (["train", "tiny.toml", "--data.text", "empty.txt"], "has 0 tokens"),
     "a short text": (["train", "tiny.toml", "--data.rows", "5000"], "one row of data.rows needs 5000"),
-    "too little memory": (["train", "tiny.toml", "--worker-memory", "1000"], "its memory_bytes is 1,000"),
+    "too little memory": (["train", "tiny.toml", "--worker-memory", "1000"], "its --worker-memory is 1,000"),
     "a folder that exists": (["train", "tiny.toml", "--out", "taken"], "cannot make taken: File exists"),
     "resume without a run": (["train", "--resume", "none"], "cannot read options.json"),
     "resume with a config and no run": (["train", "tiny.toml", "--resume", "taken"], "cannot read options.json"),

@@ -124,7 +124,57 @@ def overflows():
     return replace(sft(), loss=lambda sums, batch, total: weighted_mean((sums * 1e300).exp(), total))
 
 
+def root_of_the_count():
+    return replace(sft(), total=lambda batch: num_tokens(batch).sqrt())
+
+
+def the_longest_text():
+    return replace(sft(), total=lambda batch: is_target(batch).sum(1).max().double())
+
+
+def adds(name):
+    """Adds a leaf at every place of a text that has labels, at those without one too."""
+
+    def prepare(batch):
+        prepared = sft().prepare(batch)
+        scored = is_target(prepared).any(1, keepdim=True)
+        return replace(prepared, row={**prepared.row, "added": batch.row[name] * scored})
+
+    def score(logits, batch):
+        return sft().score(logits, batch) + 0.1 * batch.row["added"]
+
+    return replace(sft(), prepare=prepare, score=score)
+
+
+def rewards_without_labels():
+    return adds("reward")
+
+
+def flags_without_labels():
+    return adds("flag")
+
+
+def with_rewards(num_groups, num_rows, seed):
+    batch = make_batch(num_groups, num_rows, seed)
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(4, batch.row["labels"].shape, generator=generator)
+    return Batch(row={"labels": batch.row["labels"], "reward": draws, "flag": draws > 1})
+
+
+def without_labels(num_groups, num_rows, seed):
+    return Batch(row={"labels": torch.full((num_groups, num_rows), IGNORED)})
+
+
+def multiplied_by_the_rows():
+    return replace(sft(), score=lambda logits, batch: sft().score(logits, batch) * batch.num_rows)
+
+
 WRONG = {
+    root_of_the_count: (labels_alone, "^`total` is .* of the whole batch, and .* added up over its groups"),
+    the_longest_text: (labels_alone, "^`total` is .* of the whole batch, and .* added up over its groups"),
+    rewards_without_labels: (with_rewards, "what stands where there is no label changes the loss or a gradient"),
+    flags_without_labels: (with_rewards, "what stands where there is no label changes the loss or a gradient"),
+    multiplied_by_the_rows: (without_labels, "sft: `total` was 0 in all draws, so nothing was ever scored"),
     shift_in_the_chunk: (labels_alone, "the score of row 0 is another one when the row stands alone"),
     mean_of_chunk_means: (labels_alone, "the score of row 0 is another one when the row stands alone"),
     centred_over_rows: (labels_alone, "the score of row 0 is another one|what stands where there is no label"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rpfunc import Batch, memory
 from rpfunc.stream import attend, attending
 from rpfunc.stream.flat import vjp
+from rpfunc.stream.kept_attention import KeptAttention
 
 HEADS, SIZE = 2, 4
 
@@ -59,7 +60,43 @@ def differentiated_inside(params, x, kv, batch):
         )
 
 
-LAYERS = [once, twice, read_elsewhere_too, one_leaf_as_both, crossed, changed_first, differentiated_inside]
+class Stopped(torch.autograd.Function):
+    """Attention whose keys and values have no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(query, key, value):
+        return attend(query, key, value)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent, None, None
+
+
+def without_gradient(params, x, kv, batch):
+    return Stopped.apply(heads(params["query"], x), kv["key"], kv["value"]).flatten(2)
+
+
+def inside_a_vjp(params, x, kv, batch):
+    """Its cotangents come back through one transform more."""
+    output, _ = torch.func.vjp(lambda x: once(params, x, kv, batch), x)
+    return output
+
+
+LAYERS = [
+    without_gradient,
+    inside_a_vjp,
+    once,
+    twice,
+    read_elsewhere_too,
+    one_leaf_as_both,
+    crossed,
+    changed_first,
+    differentiated_inside,
+]
 
 
 @pytest.mark.parametrize("rows", LAYERS, ids=lambda rows: rows.__name__)
@@ -77,9 +114,13 @@ def test_gradients_are_those_of_the_whole(rows, num_rows, chunk, examples, seed)
     form = attending(kv, rows)
     _, pull = vjp(lambda params, x: form.full(params, x, batch), params, x)
     wanted_params, (wanted_x,) = pull((cotangent,))
-    (dx,), grads = form.backward(params, x, batch, chunk, (cotangent.clone(),), None)
-    for found, wanted in zip((dx, *grads), (wanted_x, *wanted_params), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    for share in (None, 0.5, 1.0):
+        kept = () if share is None else (KeptAttention(share),)
+        if kept:
+            form.forward(params, x, batch, chunk, *kept)
+        (dx,), grads = form.backward(params, x, batch, chunk, (cotangent.clone(),), None, *kept)
+        for found, wanted in zip((dx, *grads), (wanted_x, *wanted_params), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_no_cotangent_of_all_keys_exists_beside_their_sum():

@@ -2,14 +2,16 @@
 
 import threading
 import time
+import warnings
 
 import pytest
 import torch
 
-from rpfunc import Batch, Cpu, Layer, Model, Runtime, State, optim, train_steps, tree, value_and_grad
-from rpfunc.errors import BatchError, ModelError, OptimizerError, OptionsError, TreeError
+from rpfunc import Batch, Cpu, Layer, Model, Plan, Runtime, State, optim, train_steps, tree, value_and_grad
+from rpfunc.errors import BatchError, ModelError, OptimizerError, OptionsError, ScheduleError, TreeError
 from rpfunc.objectives import sft
-from rpfunc.stream import opaque
+from rpfunc.schedule import Workload, round_robin
+from rpfunc.stream import opaque, rowwise
 from rpfunc.testing import exact
 
 PARAMS, BATCH, MODEL = exact.init(), exact.batch(2, 3), exact.model()
@@ -19,7 +21,7 @@ def run(batch=BATCH, model=MODEL, objective=None, **options):
     return value_and_grad(model, objective or exact.linear(), **options)(PARAMS, batch)
 
 
-@pytest.mark.parametrize("workers", [[1, 1], "2", 2.5, True, [Cpu(), None]])
+@pytest.mark.parametrize("workers", [[1, 1], [], (), "2", 2.5, True, [Cpu(), None]])
 def test_workers_that_are_none(workers):
     with pytest.raises(OptionsError, match=r"workers: found|is no worker"):
         run(workers=workers)
@@ -138,3 +140,49 @@ def test_an_optimizer_state_of_something_else_is_refused_before_any_step(asynchr
         next(train_steps(State.create(PARAMS, optimizer, frozen), [BATCH], **options))
     with pytest.raises(OptimizerError, match="optimizer state is a dict"):
         next(train_steps(State(PARAMS, {}), [BATCH], **options))
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_context_that_cannot_be_entered_is_what_is_raised(workers):
+    wanted = run()[0].loss
+    with Runtime([Cpu()] * (workers or 0)) as runtime:
+        with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+            warnings.simplefilter("error")
+            torch.set_autocast_dtype("cpu", torch.float64)  # of which autocast only warns
+            with pytest.raises(UserWarning, match="autocast"):
+                run(workers=runtime)
+        assert run(workers=runtime)[0].loss == wanted
+
+
+@pytest.mark.parametrize("outer", [None, 2])
+@pytest.mark.parametrize("inner", [None, 2])
+def test_gradients_inside_a_layer_that_is_differentiated_are_refused(outer, inner):
+    nested = Layer("nested", rowwise(lambda p, x, batch: x * run(workers=inner)[0].loss), "nested")
+    model = Model((*MODEL.layers[:-1], nested, MODEL.layers[-1]))
+    params = {**PARAMS, "nested": torch.zeros(())}
+    with pytest.raises(OptionsError, match=r"gradients are asked for inside Grad of torch\.func, as in a layer"):
+        value_and_grad(model, exact.linear(), workers=outer)(params, BATCH)
+
+
+def test_frozen_is_the_same_for_state_and_steps():
+    optimizer = optim.adamw(1e-2)
+    state = State.create(PARAMS, optimizer)
+    steps = train_steps(
+        state, [BATCH], model=MODEL, objective=exact.linear(), optimizer=optimizer, frozen=lambda path, leaf: True
+    )
+    with pytest.raises(OptimizerError) as caught:
+        next(steps)
+    assert "State.create and train_steps need the same `frozen`" in str(caught.value)
+    assert "tensor(" not in str(caught.value)
+
+
+def test_a_schedule_that_is_a_value_does_not_fit_a_shorter_batch_but_a_function_does():
+    how = {"plan": "F0:2 X2:4 B0:2", "workers": 2, "microbatches": 2}
+    value = round_robin(Workload(Plan.parse(how["plan"]).slots, 2), 2)
+    run(schedule=value, **how)
+    short = exact.batch(1, 3)
+    with pytest.raises(
+        ScheduleError, match=r"has 2 microbatches, the batch is cut into 1; a function \(work, num_work"
+    ):
+        run(short, schedule=value, **how)
+    run(short, schedule=round_robin, **how)

@@ -79,6 +79,12 @@ def test_a_plan_that_trains_nothing_is_refused():
     )
 
 
+TOO_FEW = (
+    "has 2 microbatches, the batch is cut into 1; a function (work, num_workers) -> Schedule, such as "
+    "rpfunc.schedule.round_robin, makes one for each batch"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -87,9 +93,9 @@ def test_a_plan_that_trains_nothing_is_refused():
             {"workers": 2, "schedule": TWO_LINES + "\n\n", "microbatches": 1},
             "schedule: 2 problems\n"
             "  - has 3 lines, one a worker, and there are 2 workers; workers=3 would do\n"
-            "  - has 2 microbatches, the batch is cut into 1",
+            f"  - {TOO_FEW}",
         ),
-        ({"workers": 2, "microbatches": 1}, "schedule: has 2 microbatches, the batch is cut into 1"),
+        ({"workers": 2, "microbatches": 1}, f"schedule: {TOO_FEW}"),
     ],
 )
 def test_a_schedule_that_does_not_fit_the_workers_or_the_batch_is_refused(options, message):

@@ -107,3 +107,18 @@ def test_killed_while_saving_there_is_always_a_whole_checkpoint_of_one_step(tmp_
         assert loaded.step >= int(wait_for)
         assert int(loaded.optimizer_state) == loaded.step
         assert all(bool((leaf == loaded.step).all()) for leaf in tree.leaves(loaded.params))
+
+
+def test_a_path_may_be_text(tmp_path):
+    optimizer = optim.sgd(1.0)
+    state = State.create({"w": torch.ones(2)}, optimizer)
+    path = str(tmp_path / "state.safetensors")
+    checkpoint.save(path, state, {"what": "text"})
+    assert torch.equal(checkpoint.load(path, state).params["w"], state.params["w"])
+    assert checkpoint.read_notes(path)["what"] == "text"
+
+
+def test_notes_are_text(tmp_path):
+    state = State.create({"w": torch.ones(2)}, optim.sgd(1.0))
+    with pytest.raises(CheckpointError, match="note 'steps' is a int, needs text"):
+        checkpoint.save(tmp_path / "state.safetensors", state, {"steps": 1})
