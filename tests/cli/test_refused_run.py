@@ -15,7 +15,7 @@ def test_a_run_refused_before_its_first_step_leaves_nothing(folder, rpfunc, out)
     where = () if out is None else ("--out", out)
     before = tree_of(folder)
     code, _, errors = rpfunc("train", "tiny.toml", *where, "--worker-memory", "1000")
-    assert (code, "memory_bytes=" in errors) == (2, True)
+    assert (code, "--worker-memory=" in errors) == (2, True)
     assert tree_of(folder) == before
     assert rpfunc("train", "tiny.toml", *where, "--steps", "1")[0] == 0
     assert steps_done(folder / (out or "runs/tiny")) == 1
