@@ -10,8 +10,8 @@ from rpfunc import Cpu, Cuda, Link, Runtime, value_and_grad
 from rpfunc.errors import OptionsError
 from rpfunc.testing import assert_equal_bits, exact
 
-NO_NUMBERS = ["x", None, True, False, [1.0], torch.tensor(1.0), 1j, math.nan, -math.inf, object()]
-NO_COUNTS = ["x", True, False, [1], torch.tensor(1), 1j, math.nan, math.inf, 1.5, object()]
+NO_NUMBERS = ["x", None, True, False, [1.0], torch.tensor(1.0), 1j, math.nan, -math.inf, ...]
+NO_COUNTS = ["x", True, False, [1], torch.tensor(1), 1j, math.nan, math.inf, 1.5, ...]
 
 
 def refused(make, subject, name, **options):
@@ -21,50 +21,48 @@ def refused(make, subject, name, **options):
 
 
 @pytest.mark.parametrize("name", ["upload", "download"])
-@pytest.mark.parametrize("value", [*NO_NUMBERS, 0, -1, 1e-300, 0.5], ids=repr)
+@pytest.mark.parametrize("value", [*NO_NUMBERS, 0, -1, 1e-300, 0.5])
 def test_rates_that_are_none(name, value):
     refused(Link, "link", name, value=value)
 
 
-@pytest.mark.parametrize(
-    "value", [*NO_NUMBERS, -1e-9, math.inf, 1e300, 10**400, 3601], ids=lambda value: repr(value)[:9]
-)
+@pytest.mark.parametrize("value", [*NO_NUMBERS, -1e-9, math.inf, 1e300, 10**400, 3601])
 def test_latencies_that_are_none(value):
     refused(Link, "link", "latency_s", value=value)
 
 
-@pytest.mark.parametrize("value", [*NO_COUNTS, None, 0, -3, 10**19], ids=repr)
+@pytest.mark.parametrize("value", [*NO_COUNTS, None, 0, -3, 10**19])
 def test_pieces_that_are_none(value):
     refused(Link, "link", "piece_bytes", value=value)
 
 
-@pytest.mark.parametrize("value", NO_COUNTS, ids=repr)
+@pytest.mark.parametrize("value", NO_COUNTS)
 def test_seeds_that_are_none(value):
     refused(Link, "link", "disorder", value=value)
 
 
-@pytest.mark.parametrize("value", [*NO_COUNTS, None, 0, -1, 10**9, 10**5000], ids=lambda value: repr(type(value)))
+@pytest.mark.parametrize("value", [*NO_COUNTS, None, 0, -1, 10**9, pytest.param(10**5000, id="thousands of digits")])
 def test_thread_counts_that_are_none(value):
     refused(Cpu, "worker", "threads", value=value)
 
 
 @pytest.mark.parametrize("kind", [Cpu, Cuda])
-@pytest.mark.parametrize("value", [*NO_COUNTS, 0, -1], ids=repr)
+@pytest.mark.parametrize("value", [*NO_COUNTS, 0, -1])
 def test_memories_that_are_none(kind, value):
     refused(kind, "worker", "memory_bytes", value=value)
 
 
-@pytest.mark.parametrize("value", [*NO_COUNTS, None, -1], ids=repr)
+@pytest.mark.parametrize("value", [*NO_COUNTS, None, -1])
 def test_indices_that_are_none(value):
     refused(Cuda, "worker", "index", value=value)
 
 
-@pytest.mark.parametrize("value", ["x", 3, Link, {"upload": 1.0}], ids=repr)
+@pytest.mark.parametrize("value", ["x", 3, Link, {"upload": 1.0}])
 def test_links_that_are_none(value):
     refused(Cpu, "worker", "link", value=value)
 
 
-@pytest.mark.parametrize("value", [5, None, "ab", Cpu(), {Cpu()}, iter([Cpu()])], ids=repr)
+@pytest.mark.parametrize("value", [5, None, "ab", Cpu(), {Cpu()}, iter([Cpu()])])
 def test_lists_of_workers_that_are_none(value):
     refused(Runtime, "runtime", "workers", value=value)
 

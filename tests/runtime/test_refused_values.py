@@ -96,7 +96,7 @@ def test_a_value_of_another_kind_is_refused_in_words(function, option, given, ne
     assert f"{option} is {text_of(given)}, {needed}" in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [True, 2.0, "2", b"2", {}, TENSOR, ARRAY, 0, -1, 10**6, 10**30], ids=text_of)
+@pytest.mark.parametrize("given", [True, 2.0, "2", b"2", {}, TENSOR, ARRAY, 0, -1, 10**6, 10**30])
 @pytest.mark.parametrize("function", TAKEN_BY["workers"])
 def test_what_is_no_number_of_workers_is_refused(function, given):
     with pytest.raises(OptionsError, match=r"^(workers: found|runtime: .* is no worker)"):
@@ -140,7 +140,7 @@ DTYPES = sorted({found for found in vars(torch).values() if isinstance(found, to
 COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "float32", torch.tensor(1.0), float, np.float32, ARRAY], ids=text_of)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32", torch.tensor(1.0), float, np.float32, ARRAY])
 @pytest.mark.parametrize("function", TAKEN_BY["compute_dtype"])
 def test_a_dtype_has_arithmetic_or_is_refused(function, dtype):
     if isinstance(dtype, torch.dtype) and dtype in COMPUTED:
@@ -153,7 +153,6 @@ def test_a_dtype_has_arithmetic_or_is_refused(function, dtype):
 @pytest.mark.parametrize(
     "total",
     ["x", True, [1.0], (), 1j, 10**400, np.ones(2), torch.tensor(True), torch.tensor(1j), object(), None.__class__],
-    ids=text_of,
 )
 def test_a_total_of_another_kind_is_refused(total):
     with pytest.raises(BatchError) as caught:
@@ -168,7 +167,7 @@ def test_a_total_of_another_kind_is_refused(total):
     )
 
 
-@pytest.mark.parametrize("total", [4, 4.0, Fraction(4), np.float32(4), np.int64(4), torch.tensor(4)], ids=repr)
+@pytest.mark.parametrize("total", [4, 4.0, Fraction(4), np.float32(4), np.int64(4), torch.tensor(4)])
 def test_a_total_is_any_number(total):
     wanted = run(total=torch.tensor(4.0, dtype=torch.float64))
     assert torch.equal(run(total=total)[0].loss, wanted[0].loss)
@@ -209,7 +208,7 @@ def test_a_generator_that_needs_costs_says_so():
 
 
 @pytest.mark.parametrize("function", [*RUNS, "apply"])
-@pytest.mark.parametrize("returned", [None, 1, "0X0", [], (), round_robin], ids=text_of)
+@pytest.mark.parametrize("returned", [None, 1, "0X0", [], (), round_robin])
 def test_a_schedule_function_that_returns_something_else_is_refused(function, returned):
     with pytest.raises(OptionsError) as caught:
         FUNCTIONS[function](schedule=lambda work, num_workers: returned)
@@ -274,7 +273,7 @@ def test_a_mask_of_something_else_than_booleans_names_the_option(frozen, message
         assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("params", [None, 5, "embedding", [1], torch.ones(2), lambda: 1], ids=text_of)
+@pytest.mark.parametrize("params", [None, 5, "embedding", [1], torch.ones(2), lambda: 1])
 def test_parameters_that_are_no_mapping_are_refused(params):
     kind = type(params).__name__
     for call in (
@@ -320,7 +319,7 @@ def test_a_state_without_an_optimizer_is_refused():
         State.create(PARAMS, optim.sgd)
 
 
-@pytest.mark.parametrize("model", [None, 5, "model", lambda: 1], ids=text_of)
+@pytest.mark.parametrize("model", [None, 5, "model", lambda: 1])
 @pytest.mark.parametrize("plan", [None, "F0:4"])
 def test_apply_to_what_is_no_model_is_refused(model, plan):
     with pytest.raises(OptionsError, match=r"options: model is a \w+, needs Model"):
@@ -333,14 +332,14 @@ def test_apply_takes_a_schedule_without_tasks_at_its_word():
 
 
 @pytest.mark.parametrize("part", ["row", "example", "group", "constant"])
-@pytest.mark.parametrize("given", [None, 5, torch.ones(2, 3), [torch.ones(2, 3)]], ids=text_of)
+@pytest.mark.parametrize("given", [None, 5, torch.ones(2, 3), [torch.ones(2, 3)]])
 def test_a_batch_is_made_of_named_leaves(part, given):
     with pytest.raises(BatchError) as caught:
         Batch(**{part: given})
     assert str(caught.value) == f"batch: {part} is a {type(given).__name__}, needs a dict of leaves by name"
 
 
-@pytest.mark.parametrize("number", [True, None, "2", 2.0, 0], ids=text_of)
+@pytest.mark.parametrize("number", [True, None, "2", 2.0, 0])
 def test_a_group_and_a_microbatch_are_counted(number):
     with pytest.raises(BatchError, match=r"batch: group_size is .*, it must be "):
         Batch(row=BATCH.row, group_size=number)
@@ -348,7 +347,7 @@ def test_a_group_and_a_microbatch_are_counted(number):
         BATCH.microbatches(number)
 
 
-@pytest.mark.parametrize("plan", [ARRAY, TENSOR, ["F0:4"], 5], ids=text_of)
+@pytest.mark.parametrize("plan", [ARRAY, TENSOR, ["F0:4"], 5])
 @pytest.mark.parametrize("function", [*RUNS, "apply"])
 def test_what_is_no_plan_is_refused(function, plan):
     with pytest.raises(OptionsError, match=r"options: plan is a \w+, needs a Plan, its text, or None"):

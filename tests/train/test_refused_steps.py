@@ -95,7 +95,7 @@ def test_all_arguments_are_told_of_at_once():
 
 
 @MODES
-@pytest.mark.parametrize("odd", [None, 5, "row", {"row": 1}, [batch_of(1.0)], torch.ones(1, 1), Batch, ()], ids=repr)
+@pytest.mark.parametrize("odd", [None, 5, "row", {"row": 1}, [batch_of(1.0)], torch.ones(1, 1), Batch, ()])
 @pytest.mark.parametrize("after", [0, 2])
 def test_an_iterator_that_yields_something_odd_ends_after_the_steps_before(odd, after, asynchronous):
     before = threading.active_count()
