@@ -39,7 +39,7 @@ def checked(objective: Objective) -> Objective:
     def score(output: Any, batch: Batch) -> Tensor:
         found: Any = objective.score(output, batch)
         examples = batch.num_examples
-        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != examples:
+        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) not in (1, examples):
             raise _wrong(
                 objective, "score", found, f"a number for each row, ({examples}, rows) or ({examples}, rows, K)"
             )

@@ -13,7 +13,6 @@ from rpfunc.batch import Batch
 from rpfunc.checks import call_problems, count_problems, is_count, is_word, plain_number, shown
 from rpfunc.errors import OptionsError, PlanError, ScheduleError
 from rpfunc.model import Model, Params
-from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.flops import forward_flops
 from rpfunc.plan.partition import partition
@@ -49,8 +48,6 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("microbatches", "blocks"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
-        if isinstance(self.objective, Objective):
-            object.__setattr__(self, "objective", checked(self.objective))
         problems = self.streaming.problems()
         kinds: dict[str, tuple[object, type]] = {"model": (self.model, Model)}
         if not self.forward_only:

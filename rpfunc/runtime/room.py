@@ -84,9 +84,11 @@ class Question:
     setting: tuple[CallersContext, torch.dtype]
 
     @classmethod
-    def of(cls, job: Job, work: Work, params: Outline, microbatches: Sequence[Batch], total: Tensor) -> Question:
+    def of(
+        cls, job: Job, work: Work, is_scaled: bool, params: Outline, microbatches: Sequence[Batch], total: Tensor
+    ) -> Question:
         """Returns the question for an iteration of a job."""
-        load, is_scaled = work.workload, work.objective is not job.objective
+        load = work.workload
         how = work.plan, work.streaming, work.recompute, work.compute_dtype
         tasks = load.num_microbatches, load.num_blocks, load.halved
         return cls(

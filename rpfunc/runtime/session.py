@@ -15,6 +15,7 @@ from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.meter import Meter
 from rpfunc.model import Params
+from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.dispatch import Dispatch
@@ -83,6 +84,7 @@ class Session:
             )
         self.job, self.runtime, self.progress = job, runtime, Progress()
         self._model = job.model if job.frozen is None else thawing(job.model)
+        self._objective = None if job.objective is None else checked(job.objective)
         self._next = 0
         self._trails: list[Trail] = []
         self._outline: Outline | None = None  # of the parameters
@@ -121,17 +123,17 @@ class Session:
         prepared, total = prepare(job, batch, total)
         pieces = prepared.microbatches(job.microbatches)
         schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
-        if job.objective is not None and job.objective.statistic is not None:
+        if self._objective is not None and self._objective.statistic is not None:
             if version is not None:
                 self._await_version(version)
             cast = cast_when_read(params, job.compute_dtype)
-            pieces = with_statistic(self._model, job.objective, cast, pieces, job.streaming)
-        objective = _scaled(job.objective, scale)
+            pieces = with_statistic(self._model, self._objective, cast, pieces, job.streaming)
+        objective = _scaled(self._objective, scale)
         work = Work(self._model, objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory
         iteration = Iteration(work, params, pieces, total, runtime.recorder, number, version or 0)
         lines, trails = operations(number, schedule, work, shares_memory, version, self._trails)
-        self._check_room(lines, iteration, pieces)
+        self._check_room(lines, iteration, pieces, is_scaled=scale != 1.0)
         self._trails = trails
         waits = gradient_waits(number, lines, work)
         if job.schedule is None:
@@ -142,14 +144,16 @@ class Session:
         dispatch = Dispatch(runtime, self.progress, number, lines, plan, perform)
         return Running(iteration, dispatch, total, waits, runtime.meters, scale)
 
-    def _check_room(self, lines: Sequence[Line], iteration: Iteration, pieces: Sequence[Batch]) -> None:
+    def _check_room(
+        self, lines: Sequence[Line], iteration: Iteration, pieces: Sequence[Batch], *, is_scaled: bool
+    ) -> None:
         runtime, work = self.runtime, iteration.work
         limits = [None if meter is None else meter.limit_bytes for meter in runtime.meters]
         if all(limit is None for limit in limits):
             return
         if self._outline is None:
             self._outline = Outline.of(dict(iteration.params))
-        sizes = runtime.sizes(Question.of(self.job, work, self._outline, pieces, iteration.total))
+        sizes = runtime.sizes(Question.of(self.job, work, is_scaled, self._outline, pieces, iteration.total))
         check_room(needs(lines, work, sizes, runtime.shares_memory), limits)
 
     def _await_version(self, version: int) -> None:
@@ -174,8 +178,9 @@ def prepare(job: Job, batch: Any, total: Any = None) -> tuple[Batch, Tensor]:
         raise BatchError(f"batch: is a {type(batch).__name__}, needs a Batch, as in Batch(row={{'tokens': tokens}})")
     if job.objective is None:
         return batch, torch.zeros((), dtype=torch.float64)
-    prepared = job.objective.prepare(batch)
-    total = job.objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
+    objective = checked(job.objective)
+    prepared = objective.prepare(batch)
+    total = objective.total(prepared) if total is None else torch.as_tensor(total, dtype=torch.float64)
     if total.dim():
         raise BatchError(f"batch: total has shape {tuple(total.shape)}, it must be one number")
     if not bool(torch.isfinite(total)):
