@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rpfunc import tree
-from rpfunc.checks import shown
 from rpfunc.errors import OptimizerError
 from rpfunc.tree import Tree
 
@@ -105,10 +104,10 @@ def rows(updates: Tree, leaf_states: Tree, params: Tree) -> list[Row]:
     except ValueError as error:
         found = {path.rpartition(".")[0] for path in tree.paths(leaf_states)}
         missing = [path for path in tree.paths(params) if path not in found]
-        words = f" (none for {shown(missing[0])}, for example)" if missing else ""
+        words = f" (there is none for {missing[0]}, for example)" if missing else ""
         raise OptimizerError(
-            f"optimizer state does not fit the parameters{words}; init makes one that does, of the same leaves: with "
-            "frozen ones, State.create and train_steps need the same `frozen`"
+            f"optimizer state does not fit the parameters; init makes one that does{words}; with frozen leaves, "
+            "State.create and train_steps need the same `frozen`"
         ) from error
     return [Row(*row) for row in zip(tree.paths(params), tree.leaves(updates), states, param_leaves, strict=True)]
 
