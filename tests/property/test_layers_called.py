@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from broken_backward import identity
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,20 +167,8 @@ def test_an_error_in_any_call_of_any_layer_names_it_once(name, data):
     assert note.rpartition(",")[0] == f"rpfunc: in layer {model.layers[index].name!r}"
 
 
-class BrokenBackward(torch.autograd.Function):
-    """The identity, whose gradient raises."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise BrokenError("backward")
+def fail():
+    raise BrokenError("backward")
 
 
 @pytest.mark.parametrize("name", GRADIENT)
@@ -189,7 +178,7 @@ def test_an_error_in_the_backward_pass_of_any_layer_names_it_once(name, data):
     index = data.draw(st.integers(0, model.num_layers - 1))
 
     def wrap(function):
-        return lambda *arguments: tree.map(BrokenBackward.apply, function(*arguments))
+        return lambda *arguments: tree.map(lambda leaf: identity(leaf, fail), function(*arguments))
 
     with pytest.raises(BrokenError) as caught:
         run(around(model, index, wrap), params, inputs())

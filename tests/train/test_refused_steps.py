@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from broken_backward import identity
 from stale_steps import batch_of, data, squared, start, steps, summed
 
 from rpfunc import Batch, Layer, Model, State, optim, train_steps, tree
@@ -116,22 +117,6 @@ def stop(*_, **__):
     raise StopIteration("early")
 
 
-class StopsBackward(torch.autograd.Function):
-    """The identity, whose gradient stops."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, dy):
-        stop()
-
-
 class StopsAtOnce:
     """Batches that cannot even be begun with."""
 
@@ -160,7 +145,7 @@ STEP = r"in the optimizer's step 1 of this run"
 MADE = "where batches are made or prepared"
 STOPS = {
     "a layer": ({"model": of_layer(stop)}, TASK),
-    "a layer's gradient": ({"model": of_layer(lambda p, x, batch: StopsBackward.apply(batch.row["x"] * p))}, TASK),
+    "a layer's gradient": ({"model": of_layer(lambda p, x, batch: identity(batch.row["x"] * p, stop))}, TASK),
     "a score": ({"objective": replace(summed(), score=stop)}, TASK),
     "a loss": ({"objective": replace(summed(), loss=stop)}, TASK),
     "a preparation": ({"objective": replace(summed(), prepare=stop)}, MADE),
