@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf, isfinite
+from math import isfinite
+from typing import Any
 
+from rpfunc.checks import is_real, shown
 from rpfunc.errors import OptionsError
 
 
@@ -20,33 +22,39 @@ def check_options(objective: str, problems: Iterable[str | None]) -> None:
         raise OptionsError.listing(objective, found)
 
 
-def above(name: str, value: float, low: float, example: float) -> str | None:
+def above(name: str, value: Any, low: float, example: float) -> str | None:
     """Returns what is wrong unless `value` is finite and above `low`."""
-    return _unless(isfinite(value) and value > low, name, value, f"finite and above {low:g}", example)
+    return _unless(_is_finite(value) and value > low, name, value, f"finite and above {low:g}", example)
 
 
-def at_least(name: str, value: float, low: float, example: float) -> str | None:
+def at_least(name: str, value: Any, low: float, example: float) -> str | None:
     """Returns what is wrong unless `value` is finite and at least `low`."""
-    return _unless(isfinite(value) and value >= low, name, value, f"finite and at least {low:g}", example)
+    return _unless(_is_finite(value) and value >= low, name, value, f"finite and at least {low:g}", example)
 
 
-def between(name: str, value: float, low: float, high: float, example: float) -> str | None:
+def between(name: str, value: Any, low: float, high: float, example: float) -> str | None:
     """Returns what is wrong unless low <= value < high."""
-    return _unless(low <= value < high, name, value, f"in [{low:g}, {high:g})", example)
+    return _unless(_is_finite(value) and low <= value < high, name, value, f"in [{low:g}, {high:g})", example)
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> str | None:
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
     """Returns what is wrong unless `value` is one of `choices`."""
-    return _unless(value in choices, name, repr(value), f"one of {', '.join(map(repr, choices))}", repr(choices[0]))
+    return _unless(value in choices, name, value, f"one of {', '.join(map(repr, choices))}", repr(choices[0]))
 
 
-def logits_problems(temperature: float, soft_cap: float | None) -> list[str | None]:
+def logits_problems(temperature: Any, soft_cap: Any) -> list[str | None]:
     """Returns what is wrong with the two options about logits that every objective has."""
     return [
         above("temperature", temperature, 0.0, 1.0),
-        None if soft_cap is None else _unless(0 < soft_cap < inf, "soft_cap", soft_cap, "finite and above 0", "None"),
+        None
+        if soft_cap is None
+        else _unless(_is_finite(soft_cap) and soft_cap > 0, "soft_cap", soft_cap, "finite and above 0", "None"),
     ]
 
 
+def _is_finite(value: Any) -> bool:
+    return is_real(value) and not isinstance(value, bool) and isfinite(value)
+
+
 def _unless(holds: bool, name: str, value: object, needed: str, example: object) -> str | None:
-    return None if holds else f"{name} is {value}; it must be {needed}, for example {example}"
+    return None if holds else f"{name} is {shown(value)}; it must be {needed}, for example {example}"

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.checks import is_count, shown
 from rpfunc.objectives.checks import at_least, between, check_options, logits_problems, one_of
 from rpfunc.objectives.logprob import score_logprob
 from rpfunc.objectives.objective import Objective, weighted_mean
@@ -58,9 +59,12 @@ def grpo(
         one_of("normalisation", normalisation, ("token", "sequence", "length")),
         one_of("ratio", ratio, ("token", "sequence")),
     ]
-    if (max_length is None) == (normalisation == "length") or (max_length is not None and max_length < 1):
-        needed = "at least 1, for example 1024" if normalisation == "length" else "None: only 'length' reads it"
-        problems.append(f"max_length is {max_length}; with normalisation {normalisation!r} it must be {needed}")
+    counts = max_length is not None and is_count(max_length) and max_length >= 1
+    fits = counts if normalisation == "length" else max_length is None
+    if not fits:
+        others = "None: only 'length' reads it"
+        needed = "a whole number of at least 1, for example 1024" if normalisation == "length" else others
+        problems.append(f"max_length is {shown(max_length)}; with normalisation {normalisation!r} it must be {needed}")
     check_options("grpo", problems + logits_problems(temperature, soft_cap))
     score_target = score_logprob(temperature, soft_cap)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rpfunc.checks import count_problems, rate_problems
+from rpfunc.checks import count_problems, rate_problems, size_problems
 from rpfunc.errors import PlanError
 from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
@@ -49,7 +49,7 @@ def choose_streaming(
         raise PlanError.listing("choose_streaming", problems)
     smallest: Choice | None = None
     for way in _ways(model, num_rows, chunks, head_chunks):
-        choice = Choice(way, peak_bytes(way), _note(objective, way))
+        choice = Choice(way, _peak(peak_bytes, way), _note(objective, way))
         if choice.peak_bytes <= budget_bytes:
             return _keeping(model, choice, budget_bytes, peak_bytes)
         if smallest is None or choice.peak_bytes < smallest.peak_bytes:
@@ -78,12 +78,19 @@ def _keeping(model: Model, choice: Choice, budget_bytes: int, peak_bytes: Callab
     while low < high:
         kept = (low + high + 1) // 2
         way = replace(choice.streaming, keep_attention=kept / 8)
-        found = peak_bytes(way)
+        found = _peak(peak_bytes, way)
         if found <= budget_bytes:
             low, choice = kept, replace(choice, streaming=way, peak_bytes=found)
         else:
             high = kept - 1
     return choice
+
+
+def _peak(peak_bytes: Callable[[Streaming], int], way: Streaming) -> int:
+    found = peak_bytes(way)
+    if problems := size_problems({f"the answer of peak_bytes({way})": found}):
+        raise PlanError.listing("choose_streaming", problems)
+    return found
 
 
 def _note(objective: Objective, way: Streaming) -> str:

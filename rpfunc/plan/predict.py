@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.checks import count_problems, rate_problems
+from rpfunc.checks import count_problems, rate_problems, size_problems
 from rpfunc.errors import OptionsError, PlanError
 from rpfunc.meter import Following, Meter
 from rpfunc.model import Model, Params
@@ -111,8 +111,15 @@ def max_sequence(
         problems.append(f"largest is {largest}, it must be at least the granularity, {granularity}")
     if problems:
         raise PlanError.listing("max_sequence", problems)
+
+    def peak(num: int) -> int:
+        found = peak_bytes(num * granularity)
+        if problems := size_problems({f"the answer of peak_bytes({num * granularity})": found}):
+            raise PlanError.listing("max_sequence", problems)
+        return found
+
     most = largest // granularity  # from here on in units of it
-    low, low_bytes = 1, peak_bytes(granularity)
+    low, low_bytes = 1, peak(1)
     if low_bytes > budget_bytes:
         raise PlanError(
             f"{granularity} rows take {low_bytes} bytes, beyond the budget of {budget_bytes}; no sequence fits"
@@ -122,11 +129,11 @@ def max_sequence(
     while high - low > 1:
         other, other_bytes = (high, high_bytes) if high_bytes else (before, before_bytes)
         slope = (other_bytes - low_bytes) / (other - low) if other else 0.0
-        guess = low + int((budget_bytes - low_bytes) / slope) if slope > 0 else 2 * low
+        guess = low + int(min((budget_bytes - low_bytes) / slope, most)) if slope > 0 else 2 * low
         guess = max(guess, low + (1 << in_a_row)) if fitted else min(guess, high - (1 << in_a_row))
         # a peak bends upwards, so that a guess beyond all answers goes too far
         guess = min(max(guess, low + 1), high - 1, 8 * low)
-        guess_bytes = peak_bytes(guess * granularity)
+        guess_bytes = peak(guess)
         in_a_row = in_a_row + 1 if fitted == (guess_bytes <= budget_bytes) else 0
         fitted = guess_bytes <= budget_bytes
         if fitted:

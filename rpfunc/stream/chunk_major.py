@@ -16,7 +16,7 @@ from rpfunc.errors import PlanError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.calls import Calling
-from rpfunc.stream.flat import contiguous, floating, overwrite, own, rows, spans, write
+from rpfunc.stream.flat import check_rows, contiguous, floating, overwrite, own, rows, spans, write
 from rpfunc.stream.form import Stepping
 from rpfunc.stream.head import derivative_of, head_value, head_vjp
 from rpfunc.stream.memory import Memory
@@ -148,7 +148,9 @@ class _Stage:
         form, memory, piece = self.forms[index], self.memories[index], self.batch.rows(start, stop)
         selected = self.selected[index]
         with Calling(self.layers[index], "forward", selected, x, piece):
-            return contiguous(form.advance(selected, x, piece, memory, start, stop, self.batch.num_rows))
+            output = form.advance(selected, x, piece, memory, start, stop, self.batch.num_rows)
+            check_rows(output, stop - start)
+        return contiguous(output)
 
     def fill(self, x: Any) -> None:
         """Runs every chunk that later ones read, up to what the last layer leaves."""
@@ -169,6 +171,7 @@ class _Stage:
         for layer, form, selected, memory in zip(self.layers, self.forms, self.selected, self.memories, strict=True):
             with Calling(layer, "forward", selected, x, piece):
                 x, pullback = form.linearize_step(selected, x, piece, memory, start, stop)
+                check_rows(x, stop - start)
             x = contiguous(x)
             pullbacks.append(pullback)
         return x, pullbacks

@@ -152,13 +152,29 @@ def rows(structured: Any, start: int, stop: int) -> Any:
 
 
 def write(buffer: Any, structured: Any, start: int, stop: int, num_rows: int) -> Any:
-    """Returns `buffer` (donated; None makes one for `num_rows` rows) with rows start to stop overwritten."""
+    """Returns `buffer` (donated; None makes one for `num_rows` rows) with rows start to stop overwritten.
+
+    Raises ModelError unless every leaf has as many rows: one row would be copied to all of them without a word.
+    """
+    check_rows(structured, stop - start)
     if buffer is None:
         if (start, stop) == (0, num_rows):
             return structured
         buffer = tree.map(lambda leaf: leaf.new_empty((leaf.shape[0], num_rows, *leaf.shape[2:])), structured)
     tree.map(lambda place, leaf: place[:, start:stop].copy_(leaf), buffer, structured)
     return buffer
+
+
+def check_rows(structured: Any, num_rows: int) -> None:
+    """Raises ModelError unless every leaf of what a layer's function returned is a tensor (B, num_rows, ...)."""
+    for index, leaf in enumerate(tree.leaves(structured)):
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[1] != num_rows:
+            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise ModelError(
+                f"layer: of {num_rows} rows, leaf {tree.paths(structured)[index] or 'output'} of what its function "
+                f"returned is {found}; it must be a tensor (B, {num_rows}, ...), a row for each row (a layer whose "
+                "rows do not match is opaque)"
+            )
 
 
 def overwrite(dx: Flat | None, cotangent: Flat, dx_rows: Flat, start: int, stop: int, num_rows: int) -> Flat:

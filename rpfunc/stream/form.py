@@ -12,7 +12,7 @@ import torch
 from rpfunc.batch import Batch
 from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
-from rpfunc.stream.flat import floating, overwrite, own, rows, spans, write
+from rpfunc.stream.flat import check_rows, floating, overwrite, own, rows, spans, write
 from rpfunc.stream.kept_attention import KeptAttention
 from rpfunc.stream.memory import Memory
 from rpfunc.sums import Sums
@@ -86,9 +86,11 @@ class Stepping(ABC):
         dx: Flat | None = None
         for start, stop in reversed(pieces):
             with kept.recomputing(start) if kept else nullcontext():
-                _, pullback = self.linearize_step(
+                output, pullback = self.linearize_step(
                     params, rows(x, start, stop), batch.rows(start, stop), memory, start, stop
                 )
+            check_rows(output, stop - start)
+            del output
             dx_rows, grads = pullback(rows(cotangent, start, stop), grads)
             dx = overwrite(dx, cotangent, dx_rows, start, stop, num_rows)
             del pullback, dx_rows  # or these residuals would live beside the next chunk's

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.errors import ModelError
 from rpfunc.model import Flat, Layer, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.accumulate import vjp_into
@@ -34,7 +35,7 @@ def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch
 
     for chunk in _pieces(layer, x, batch, how):
         with FewRowsProducts():
-            scores = [objective.score(output(x, rows), rows) for _, x, rows in chunk]
+            scores = [_score(objective, output(x, rows), rows, cut=span is not None) for span, x, rows in chunk]
         sums.append(_added(map(_sum, scores)))
     return _added(sums)
 
@@ -59,11 +60,12 @@ def head_vjp(
     for chunk in chunks:
         parts = []
         for span, x_rows, piece in chunk:
+            cut = span is not None
 
-            def score(params: Any, x: Any, given: Any = x_rows, piece: Batch = piece) -> Tensor:
+            def score(params: Any, x: Any, given: Any = x_rows, piece: Batch = piece, cut: bool = cut) -> Tensor:
                 with Calling(layer, "forward", selected, given, piece):
                     output = layer.form.full(params, x, piece)
-                return objective.score(output, piece)
+                return _score(objective, output, piece, cut=cut)
 
             with FewRowsProducts():  # of frozen weights; others are known to `vjp_into`
                 scores, pull = vjp_into(score, selected, x_rows, linear=few_rows_linear)
@@ -121,6 +123,18 @@ def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tup
         ]
         for start, stop in reversed(spans(num_rows, how.chunk or num_rows))
     ]
+
+
+def _score(objective: Objective, output: Any, piece: Batch, *, cut: bool) -> Tensor:
+    """Returns the score. Raises ModelError if it has not a row for each row, where rows are `cut`."""
+    scores = objective.score(output, piece)
+    if cut and scores.shape[1] != piece.num_rows:
+        raise ModelError(
+            f"objective {objective.name!r}: its `score` returned {scores.shape[1]} rows for {piece.num_rows}; where "
+            "rows are cut (chunk, head_chunk), it must return one for each row (labels are shifted in `prepare`, on "
+            "whole rows)"
+        )
+    return scores
 
 
 def _sum(scores: Tensor) -> Tensor:

@@ -52,9 +52,9 @@ def assert_streams(
     In order: the layer writes into no argument, reads nothing but its arguments (two calls agree, the global random
     state stays), and gives finite numbers, of as many rows as there are; no output row depends on an input row that its
     form, window, segment or example forbids (whole and in chunks of 2 rows; the first few rows, and all rows of all
-    documents); cut in any of the drawn ways, layer by layer (attention kept, too) and chunk by chunk, it gives the
-    output of whole rows and the gradients of x and params by torch.autograd. Raises OptionsError for options that
-    cannot work.
+    documents; with other parameters in place of leaves of zeros, which would hide it); cut in any of the drawn ways,
+    layer by layer (attention kept, too) and chunk by chunk, it gives the output of whole rows and the gradients of x
+    and params by torch.autograd. Raises OptionsError for options that cannot work.
     """
     _check_options(layer, chunk, tolerance, draws)
     form, name = (layer.form, f"layer {layer.name!r}") if isinstance(layer, Layer) else (layer, _kind(layer))
@@ -188,6 +188,7 @@ def _check_sight(name: str, form: Form, params: Any, x: Any, batch: Batch, segme
         if segments is not None:  # far enough for a second segment
             num_rows = min(batch.num_rows, max(num_rows, 3 + int(_borders(batch, segments).int().argmax())))
     x, batch = prefix(x, batch, num_examples, num_rows)
+    params = _without_zeros(form, params, x, batch, seed)
     runs = {"": lambda x, batch: form.full(params, x, batch)}
     if num_rows is not None:
         runs[", 2 rows at a time"] = lambda x, batch: form.forward(params, x, batch, 2)
@@ -199,6 +200,22 @@ def _check_sight(name: str, form: Form, params: Any, x: Any, batch: Batch, segme
                 found = foreign_document(form, run, whole_x, whole, segments, seed=seed)
         if found is not None:
             raise AssertionError(f"{name}{how}: {found}")
+
+
+def _without_zeros(form: Form, params: Any, x: Any, batch: Batch, seed: int) -> Any:
+    """Returns params with other values in leaves of zeros, which may hide what a row sees; as they were if that fails.
+
+    The last weight of a residual branch often starts with zeros, and so does an adapter's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not is_inexact(leaf) or leaf.any():
+            return leaf
+        return (0.1 * torch.randn(leaf.shape, generator=generator)).to(leaf)
+
+    changed = tree.map(other, params)
+    return changed if all(leaf.isfinite().all() for leaf in floats(form.full(changed, x, batch))) else params
 
 
 def _draw(form: Form, x: Any, batch: Batch, draws: int, seed: int) -> Iterator[tuple[Any, Batch, Cut]]:

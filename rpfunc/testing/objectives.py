@@ -140,6 +140,10 @@ def _check_total(objective: Objective, batch: Batch) -> float:
 def _check_rows(objective: Objective, output: Any, batch: Batch) -> None:
     prepared = objective.prepare(batch)
     whole = objective.score(output, prepared)
+    assert whole.shape[1] == batch.num_rows, (
+        f"`score` returns {whole.shape[1]} rows for {batch.num_rows}, it must return one for each row (labels are "
+        "shifted in `prepare`, on whole rows)"
+    )
     for row in range(batch.num_rows):
         alone = objective.score(rows(output, row, row + 1), prepared.rows(row, row + 1))
         _expect(

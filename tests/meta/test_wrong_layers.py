@@ -207,6 +207,20 @@ def test_a_wrong_layer_is_refused(fault):
         assert_streams(form, WEIGHT.clone(), X.clone(), batch, draws=6)
 
 
+@pytest.mark.parametrize("fault", ["no mask", "segments ignored", "a window one row too long"])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_last_weight_of_zeros_hides_no_row_that_is_seen(fault, zeros):
+    form, batch = WRONG[fault]
+    out = torch.zeros_like(WEIGHT) if zeros else WEIGHT
+
+    def branch(p, x, kv, batch):
+        return x + form.rows(p, x, kv, batch) @ p["out"]
+
+    branched = attending(lambda p, x, batch: form.kv(p["in"], x, batch), branch, window=form.window)
+    with pytest.raises(AssertionError, match=r"output row \d depends on input row \d"):
+        assert_streams(branched, {"in": WEIGHT, "out": out}, X, batch, draws=1)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_right_layer_passes_the_same_check(name):
     form, batch = RIGHT[name]

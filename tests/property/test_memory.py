@@ -198,6 +198,18 @@ def test_the_longest_sequence_is_a_multiple_of_the_granularity_up_to_the_largest
         plan.max_sequence(lambda rows: rows, 10**6, granularity=0, largest=2.5)
 
 
+def test_an_endless_budget_gives_the_largest():
+    assert plan.max_sequence(lambda rows: rows, float("inf"), largest=1000) == 896
+
+
+@pytest.mark.parametrize("answer", [float("nan"), -1, "4", None, float("inf")], ids=repr)
+def test_a_peak_that_is_no_number_of_bytes_is_refused(answer):
+    with pytest.raises(PlanError, match=r"^max_sequence: the answer of peak_bytes\(128\) is "):
+        plan.max_sequence(lambda rows: answer, 1000)
+    with pytest.raises(PlanError, match=r"^choose_streaming: the answer of peak_bytes\(Streaming\(.*\)\) is "):
+        plan.choose_streaming(SMALL, sft(), 300, 1000, lambda how: answer)
+
+
 def test_a_budget_chooses_the_fastest_way_that_fits():
     given = batch(1, 300)
 

@@ -1,6 +1,6 @@
 """What objectives refuse, word for word."""
 
-from inspect import unwrap  # past the shape checks of tests, that would refuse another Literal first
+from inspect import signature, unwrap  # past the shape checks of tests, that would refuse another Literal first
 
 import pytest
 import torch
@@ -14,6 +14,22 @@ from rpfunc.stream import rowwise
 
 LABELS = torch.zeros(2, 3, dtype=torch.int64)
 FLOATS = torch.zeros(2, 3)
+
+
+NUMBERS = [
+    (make, name)
+    for make in (sft, dpo, simpo, orpo, kto, grpo, ppo)
+    for name, option in signature(unwrap(make)).parameters.items()
+    if isinstance(option.default, float) or name in ("soft_cap", "max_length", "value_clip")
+]
+
+
+@pytest.mark.parametrize("value", ["0.1", True, float("nan"), [0.1], 1j, torch.ones(2)], ids=str)
+@pytest.mark.parametrize(("make", "name"), NUMBERS, ids=lambda each: getattr(each, "__name__", each))
+def test_what_is_no_number_is_refused_by_name(make, name, value):
+    others = {"normalisation": "length"} if name == "max_length" else {}
+    with pytest.raises(OptionsError, match=f"^{make.__name__}: {name} is "):
+        unwrap(make)(**{name: value}, **others)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +78,8 @@ FLOATS = torch.zeros(2, 3)
         ),
         (
             lambda: grpo(normalisation="length"),
-            "grpo: max_length is None; with normalisation 'length' it must be at least 1, for example 1024",
+            "grpo: max_length is None; with normalisation 'length' it must be a whole number of at least 1, for "
+            "example 1024",
         ),
         (
             lambda: grpo(max_length=8),
