@@ -14,11 +14,17 @@ Medians of runs that take turns, the first of each left out. `idle` is the share
 run to its last in which the worker computes nothing. The longest sequence is extrapolated from the peaks of two lengths
 (peaks grow in proportion), then one run close to it shows whether it fits, where that takes less than `--patience`
 seconds. Needs a GPU; without one it says so and measures nothing. `--quick`: fewer layers and runs.
-
-The file cannot be called `cuda`: torch imports a package of that name, and a script's folder is searched first.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# torch imports a package called cuda if there is one, and a script's own folder is searched first
+if __name__ != "__main__":
+    raise ImportError("a script to be run, not the package cuda")
+sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
 
 import argparse
 import gc
