@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Self
 
 
@@ -65,3 +66,9 @@ class CheckpointError(RpfuncError):
 
 class OptimizerError(RpfuncError):
     """An optimizer was given a number, tree or state that it cannot work with."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Adds a note to somebody's error. One that takes none, as a class may, stays as it is: it matters more."""
+    with suppress(Exception):
+        error.add_note(f"rpfunc: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterable
@@ -40,6 +41,8 @@ class Meter:
                     finalizer.atexit = False
                     self._followed[id(storage)] = finalizer
                     self.live_bytes += storage.nbytes()
+            if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+                gc.collect()  # an error that nobody holds any more may: its traceback and frames hold each other
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
             raise MemoryLimitError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,12 +70,20 @@ class Layer:
 class Model:
     """A run of layers. The first gets x = (); the last gives the output that an objective scores.
 
+    layers: any iterable of them; it is held as a tuple.
     Raises ModelError for no layer, for two layers of one name, and for a `reads` that is not made of names.
     """
 
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
+        found: Any = self.layers
+        if not isinstance(found, Iterable):
+            raise ModelError(f"model: layers is a {type(found).__name__}, needs several Layers, as in Model((layer,))")
+        object.__setattr__(self, "layers", tuple(found))
+        odd = [layer for layer in self.layers if not isinstance(layer, Layer)]
+        if odd:
+            raise ModelError(f"model: found a {type(odd[0]).__name__} among the layers, needs a Layer")
         names = [layer.name for layer in self.layers]
         problems = [
             f"layer {name!r} appears {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rpfunc.batch import Batch
+from rpfunc.checks import is_count, plain_number, shown
 from rpfunc.errors import OptionsError
 
 BLOCK = 1 << 15
@@ -37,17 +38,26 @@ class Key(NamedTuple):
 
 
 def key(seed: int) -> Key:
-    """Returns the key of `seed`, any integer."""
+    """Returns the key of `seed`, any integer. Raises OptionsError for what is none."""
+    seed = plain_number(seed)
+    if not is_count(seed):
+        raise OptionsError(f"key: seed is {shown(seed)}, it must be a whole number")
     return Key(_mix(seed & _MASK))
 
 
 def fold_in(key: Key, data: int | str) -> Key:
     """Returns a key that depends on `key` and on `data`: a step number, a layer's name.
 
+    Raises OptionsError for data that is neither.
+
     >>> fold_in(key(0), "block0") == fold_in(key(0), "block1")
     False
     """
-    number = data if isinstance(data, int) else int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest())
+    number = plain_number(data)
+    if isinstance(number, str):
+        number = int.from_bytes(hashlib.blake2b(number.encode(), digest_size=8).digest())
+    if not is_count(number):
+        raise OptionsError(f"fold_in: data is {shown(data)}, it must be a whole number or a text")
     # _FIRST, where draws have _GAMMA: what is folded in is never an index that is drawn at
     return Key(_mix((key.value ^ _mix((number + _FIRST) & _MASK)) & _MASK))
 
@@ -77,7 +87,7 @@ def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
     """Returns standard normal numbers, by inverting the distribution function in float64, on the CPU."""
 
     def invert(bits: Tensor) -> Tensor:
-        drawn: Tensor = torch.special.ndtri(_to_unit(bits, torch.float64) + 2.0**-54)
+        drawn: Tensor = torch.special.ndtri(_inside_unit(bits))
         return drawn
 
     return _drawn(key, shape, dtype, invert)
@@ -85,7 +95,7 @@ def normal(key: Key, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
 
 def categorical(key: Key, logits: Tensor) -> Tensor:
     """Returns for each row of `logits` (..., V) an index drawn from softmax(logits), by the Gumbel-max trick."""
-    gumbel = -torch.log(-torch.log(uniform(key, tuple(logits.shape), torch.float64) + 2.0**-54))
+    gumbel = -torch.log(-torch.log(_drawn(key, tuple(logits.shape), torch.float64, _inside_unit)))
     return torch.argmax(logits.double() + gumbel.to(logits.device), dim=-1)
 
 
@@ -133,6 +143,11 @@ def _mix_tensor(value: Tensor) -> Tensor:
     value = (value ^ ((value >> 30) & (_MASK >> 30))) * _signed(_FIRST)
     value = (value ^ ((value >> 27) & (_MASK >> 27))) * _signed(_SECOND)
     return value ^ ((value >> 31) & (_MASK >> 31))
+
+
+def _inside_unit(bits: Tensor) -> Tensor:
+    """Returns float64 numbers above 0 and below 1, whose quantiles and logarithms are finite."""
+    return (_to_unit(bits, torch.float64) + 2.0**-54).clamp_(max=1 - 2.0**-53)
 
 
 def _to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:

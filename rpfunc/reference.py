@@ -12,6 +12,7 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.model import Model, Params
+from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 
 
@@ -20,6 +21,7 @@ def value_and_grad(model: Model, objective: Objective) -> Callable[[Params, Batc
 
     Everything rpfunc does faster or in less memory is compared with this. Holds every residual of the model at once.
     """
+    objective = checked(objective)
 
     def function(params: Params, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         model.check(params)

@@ -34,12 +34,12 @@ def checked(objective: Objective) -> Objective:
             return torch.tensor(float(found), dtype=torch.float64)
         if not isinstance(found, Tensor) or found.dim() or found.dtype == torch.bool or found.is_complex():
             raise _wrong(objective, "total", found, "one number, a tensor ()")
-        return found
+        return found.double()
 
     def score(output: Any, batch: Batch) -> Tensor:
         found: Any = objective.score(output, batch)
         examples = batch.num_examples
-        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) not in (1, examples):
+        if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != examples:
             raise _wrong(
                 objective, "score", found, f"a number for each row, ({examples}, rows) or ({examples}, rows, K)"
             )

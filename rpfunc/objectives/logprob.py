@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, ModelError
@@ -106,15 +105,18 @@ class _CrossEntropy(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor, None, None]:
         shaped, targets, log_sum = ctx.saved_tensors
         cotangent = cotangent.masked_fill(targets == IGNORED, 0.0)[:, None]
-        gradient = torch.sub(shaped, log_sum[:, None]).exp_()
-        if ctx.smoothing:
-            gradient.sub_(ctx.smoothing / shaped.shape[1])
-        gradient.mul_(cotangent)
-        return gradient.scatter_add_(1, targets.clamp(min=0)[:, None], (ctx.smoothing - 1.0) * cotangent), None, None
+        places, share = targets.clamp(min=0)[:, None], ctx.smoothing / shaped.shape[1]
+        if torch.is_grad_enabled():  # this derivative may be differentiated: nothing that it needs is overwritten
+            gradient = (torch.exp(shaped - shaped.logsumexp(dim=1, keepdim=True)) - share) * cotangent
+        else:
+            gradient = torch.sub(shaped, log_sum[:, None]).exp_()
+            if share:
+                gradient.sub_(share)
+            gradient.mul_(cotangent)
+        return gradient.scatter_add_(1, places, (ctx.smoothing - 1.0) * cotangent), None, None
 
 
 def entropy(shaped: Float[Tensor, "batch rows vocabulary"]) -> Float[Tensor, "batch rows"]:

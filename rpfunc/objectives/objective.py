@@ -38,6 +38,16 @@ class Objective:
     >>> def mean(sums, batch, total):
     ...     return weighted_mean(sums, total)
     >>> squared = Objective("squared", lambda batch: batch, count, score, mean)
+
+    and the proof, on batches in which three labels of ten are missing:
+
+    >>> from rpfunc.testing import assert_streams_objective
+    >>> def draw_batch(examples, rows, seed):
+    ...     draws = torch.rand(2, examples, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ...     return Batch(row={"labels": torch.where(draws[0] < 0.3, -100, 0), "wanted": draws[1]})
+    >>> def draw_output(examples, rows, generator):
+    ...     return torch.randn(examples, rows, 1, generator=generator, dtype=torch.float64)
+    >>> assert_streams_objective(squared, draw_batch, 1, make_output=draw_output, shifted=False)
     """
 
     name: str

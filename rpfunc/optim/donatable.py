@@ -20,8 +20,9 @@ def check_donatable(updates: Tree, state: Any, params: Tree) -> None:
     """Raises OptimizerError that lists every leaf whose storage must not, or cannot, be overwritten.
 
     Refused among params and state: an expanded tensor (one place, several elements); a module's parameter; a tensor
-    mapped from a file (where the system can tell: on Linux); two tensors in the same memory, or one in that of an
-    update. Interleaved views, such as columns of a matrix, count as apart unless they begin together.
+    made in inference mode, outside of it; one that is mapped from a file (where the system can tell: on Linux); two in
+    the same memory, or one in that of an update. Interleaved views, such as columns of a matrix, count as apart
+    unless they begin together.
     """
     written, read = {"params": params, "state": state}, {"updates": updates}
     leaves, num_written = tree.leaves((written, read)), len(tree.leaves(written))
@@ -47,6 +48,8 @@ def _fault(leaf: Any) -> str | None:
         return f"is a {type(leaf).__name__}; a tensor is needed"
     if isinstance(leaf, torch.nn.Parameter):
         return "is a module's parameter; give a detached clone"
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode; give a clone that was not"
     if any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
         return "is expanded, one place for several elements; give a clone with its own"
     file = _mapped_file(leaf)

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.errors import note
 from rpfunc.model import Model, Params
 
 
@@ -35,7 +36,7 @@ def _count(model: Model, params: Params, batch: Batch) -> list[int]:
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 x = layer(params, x, batch)
         except Exception as error:
-            error.add_note(f"rpfunc: in layer {layer.name!r}, while its cost was counted to choose a plan")
+            note(error, f"in layer {layer.name!r}, while its cost was counted to choose a plan")
             raise
         flops.append(counter.get_total_flops())
     return flops

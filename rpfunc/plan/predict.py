@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.checks import count_problems, rate_problems, size_problems
-from rpfunc.errors import OptionsError, PlanError
+from rpfunc.errors import ModelError, OptionsError, PlanError
 from rpfunc.meter import Following, Meter
 from rpfunc.model import Model, Params
 from rpfunc.objectives.checked import checked
@@ -40,14 +45,16 @@ def memory(
     keep_attention: float = 0.0,
     frozen: tree.Mask | None = None,
 ) -> int:
-    """Returns the predicted peak of live tensor bytes of `value_and_grad` in the caller's thread, gradients included.
+    """Returns the predicted peak of live tensor bytes of `value_and_grad` with these options and no other, gradients
+    included: in the caller's thread, with one stage.
 
     The same quantity as `rpfunc.memory.peak` measures, within 10%: what is live above parameters and batch (some per
     cent too little where all tensors are tiny). The run's own code is executed on tensors that have shapes and no data,
     and their lifetimes are followed; what a kernel uses inside itself is not seen. Of many chunks the last two are run,
     of many microbatches the first two, which take most: so it takes some seconds, however long the sequence, and no
     memory. (Where a layer is recurrent or bidirectional, of which each chunk adds to what is held, all are run.)
-    Raises ModelError, BatchError, OptionsError or PlanError for what `value_and_grad` would refuse. Source: own.
+    Raises ModelError, BatchError, TreeError, OptionsError or PlanError for what `value_and_grad` would refuse, and
+    ModelError for a layer in which shapes depend on numbers. Source: own.
     """
     how = Streaming(chunk, head_chunk, order, keep_attention)
     problems = how.problems(microbatches)
@@ -62,7 +69,7 @@ def memory(
     # the second microbatch is the largest of those that find gradients to add to
     pieces = prepared.microbatches(microbatches)[:2]
     how = on_few_chunks(model, how)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with without_data() as fake:
 
         def shape_only(leaf: Any) -> Any:
             return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -82,6 +89,23 @@ def memory(
             summed = {name: model.sum_grad(name, by_layer, params) for name in params}
             del summed
             return meter.peak_bytes
+
+
+@contextmanager
+def without_data() -> Iterator[FakeTensorMode]:
+    """Runs the block's operations on tensors that have shapes and no data.
+
+    Raises ModelError where an operation needs the data to know a shape, or reads a number.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            yield fake
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = "".join(f" ({each.removeprefix('rpfunc: ')})" for each in getattr(error, "__notes__", ())[:1])
+        raise ModelError(
+            f"memory: {error.func} gives what depends on numbers, not on shapes alone{where}, so what a run takes "
+            "cannot be known before it; operations such as torch.where would do, or a run without a memory limit"
+        ) from error
 
 
 def on_few_chunks(model: Model, how: Streaming) -> Streaming:

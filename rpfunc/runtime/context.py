@@ -10,8 +10,8 @@ import torch
 
 
 class CallersContext(NamedTuple):
-    """Autocast of each device type (enabled, dtype) and the default device. Grad mode is off where tasks run:
-    gradients come from `torch.func.vjp` alone.
+    """Autocast of each device type (enabled, dtype) and the default device. Grad mode is off where tasks run, whose
+    gradients come from `torch.func.vjp` alone, and where steps are made.
     """
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -30,8 +30,9 @@ class CallersContext(NamedTuple):
         (cpu, cpu_on, cpu_dtype), (cuda, cuda_on, cuda_dtype) = self.autocast
         with (
             torch.no_grad(),
-            torch.autocast(cpu, dtype=cpu_dtype, enabled=cpu_on),
-            torch.autocast(cuda, dtype=cuda_dtype, enabled=cuda_on and torch.cuda.is_available()),
+            # casts are not kept: the caller's own context, which may enclose many steps, would hold them through all
+            torch.autocast(cpu, dtype=cpu_dtype, enabled=cpu_on, cache_enabled=False),
+            torch.autocast(cuda, dtype=cuda_dtype, enabled=cuda_on and torch.cuda.is_available(), cache_enabled=False),
             nullcontext() if self.device == torch.device("cpu") else self.device,  # a mode that all operations pass
         ):
             yield

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rpfunc.errors import note
 from rpfunc.plan.plan import Plan
 from rpfunc.runtime.context import CallersContext
 from rpfunc.runtime.operations import Line, Operation
@@ -101,4 +102,4 @@ class Dispatch:
         worker, channel, task = operation[:3]
         span = self._plan.span(task.kind, task.stage)
         doing = "in" if channel == "compute" else f"in the {channel.replace('_', ' ')} of"
-        error.add_note(f"rpfunc: {doing} task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}")
+        note(error, f"{doing} task {task} (layers {span}, microbatch {task.microbatch}) on worker {worker}")

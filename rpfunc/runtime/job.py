@@ -11,7 +11,7 @@ import torch
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.checks import call_problems, count_problems, is_count, is_word, plain_number, shown
-from rpfunc.errors import OptionsError, PlanError, ScheduleError
+from rpfunc.errors import OptionsError, PlanError, ScheduleError, note
 from rpfunc.model import Model, Params
 from rpfunc.objectives.objective import Objective
 from rpfunc.plan.flops import forward_flops
@@ -166,8 +166,9 @@ def _made(scheduler: Scheduler, work: Workload, num_workers: int) -> Schedule:
     try:
         return scheduler(work, num_workers)
     except Exception as error:
-        error.add_note(
-            f"rpfunc: in the function given as schedule, for {work.num_microbatches} microbatches on {num_workers} "
-            f"worker{'s' if num_workers > 1 else ''}"
+        note(
+            error,
+            f"in the function given as schedule, for {work.num_microbatches} microbatches on {num_workers} "
+            f"worker{'s' if num_workers > 1 else ''}",
         )
         raise

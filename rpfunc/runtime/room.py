@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import MemoryLimitError
 from rpfunc.meter import Following, Meter, storages
-from rpfunc.plan.predict import on_few_chunks
+from rpfunc.plan.predict import on_few_chunks, without_data
 from rpfunc.runtime.context import CallersContext
 from rpfunc.runtime.iteration import Iteration
 from rpfunc.runtime.job import Job
@@ -122,7 +121,7 @@ def sizes_of(question: Question) -> dict[Slot, Size]:
     work: Work = question.work.value[1]
     work = replace(work, streaming=on_few_chunks(work.model, work.streaming))
     found: dict[Slot, Size] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with without_data(), torch.no_grad():
         pieces = [Batch(**outline.fill()) for outline in question.microbatches]
         iteration = Iteration(work, question.params.fill(), pieces, question.total.fill())
         for task in work.workload.tasks:

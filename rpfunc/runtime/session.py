@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rpfunc import tree
 from rpfunc.batch import Batch
 from rpfunc.errors import BatchError, OptionsError
 from rpfunc.meter import Meter
@@ -29,7 +30,8 @@ from rpfunc.runtime.room import Question, check_room, needs
 from rpfunc.runtime.tasks import Work
 from rpfunc.runtime.workers import Runtime
 from rpfunc.schedule.timeline import Timeline
-from rpfunc.stream.freeze import thawing
+from rpfunc.stream.flat import dense
+from rpfunc.stream.freeze import Frozen, thawing
 from rpfunc.stream.transforms import running_transforms
 from rpfunc.stream.value import cast_when_read, with_statistic
 
@@ -121,7 +123,10 @@ class Session:
                 "is being differentiated, which rpfunc's gradients do not go through; torch.func.vjp would"
             )
         prepared, total = prepare(job, batch, total)
-        pieces = prepared.microbatches(job.microbatches)
+        # kernels sum in an order that depends on strides: what is copied to a device must have those that it has here
+        pieces = [piece.map(_dense) for piece in prepared.microbatches(job.microbatches)]
+        if version is None:
+            params = tree.map(_dense, dict(params))
         schedule, workload = choose_schedule(job, plan, len(pieces), runtime.num_workers, runtime.cursor)
         if self._objective is not None and self._objective.statistic is not None:
             if version is not None:
@@ -164,6 +169,12 @@ class Session:
             failure = self.progress.failure(self._next)
             assert failure is not None
             raise failure from None
+
+
+def _dense(leaf: Any) -> Any:
+    if isinstance(leaf, Frozen):
+        return Frozen(dense(leaf.tensor))
+    return dense(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _scaled(objective: Objective | None, scale: float) -> Objective | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rpfunc import tree
+from rpfunc.errors import note
 from rpfunc.optim import Transformation
 from rpfunc.optim.clip import squared_norms
 from rpfunc.optim.leafwise import LeafwiseState, exact_sum, measure
@@ -72,7 +73,7 @@ def make_step(store: Store, measured: Measured, progress: Progress, recorder: Re
         names = store.advance(number, measured.gradients, measured.parts)
         _tell(names, store, store.taken_over(number), progress, recorder, number)
     except BaseException as error:
-        error.add_note(f"rpfunc: in the optimizer's step {number + 1} of this run")
+        note(error, f"in the optimizer's step {number + 1} of this run")
         progress.fail(error, number + 1)
         raise
     return store.values

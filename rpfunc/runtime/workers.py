@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -15,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from rpfunc.checks import flag_problems, is_count, shown
-from rpfunc.errors import OptionsError
+from rpfunc.errors import OptionsError, note
 from rpfunc.meter import Meter
 from rpfunc.runtime.cuda import open_cuda
 from rpfunc.runtime.device import Device, Link, LinkedCpu
@@ -214,6 +216,19 @@ class Runtime:
         for thread in block.threads:
             join(thread)
 
+    @contextmanager
+    def waiting_for_caller(self) -> Iterator[None]:
+        """Tells, for the length of the block, that jobs wait for what the calling thread does in it."""
+        block = self._block
+        if block is None:
+            yield
+            return
+        block.waited_for.append(threading.current_thread())
+        try:
+            yield
+        finally:
+            block.waited_for.remove(threading.current_thread())
+
     def submit(self, jobs: Mapping[Channel, Callable[[], None]]) -> None:
         """Gives channels their jobs, to be run after those they have. Jobs must not raise.
 
@@ -226,7 +241,11 @@ class Runtime:
             return
         block = self._block
         if block is not None:
-            if threading.current_thread() in block.threads:
+            if os.getpid() != block.process:
+                raise OptionsError(
+                    "runtime: its threads live in the process that this one was forked from; use a Runtime of its own"
+                )
+            if threading.current_thread() in (*block.threads, *block.waited_for):
                 raise OptionsError(
                     "runtime: one of its own tasks calls it, and would wait for itself; use another Runtime"
                 )
@@ -243,12 +262,16 @@ class _Block:
     """What lives as long as a runtime's `with` block.
 
     threads     the one that starts the others comes first
+    process     whose threads they are
+    waited_for  callers' threads that make what work on the channels waits for
     submitting  held while jobs are given out, and while the block ends: again by the same thread, if an interrupt has
                 come between
     """
 
     queues: Mapping[Channel, Jobs]
     threads: Sequence[threading.Thread]
+    process: int = field(default_factory=os.getpid)
+    waited_for: list[threading.Thread] = field(default_factory=list)
     submitting: Any = field(default_factory=threading.RLock)
 
 
@@ -270,7 +293,7 @@ def _start(threads: Sequence[threading.Thread], ready: Sequence[Future[None]]) -
                 thread.start()
                 begun.append(here)
         except RuntimeError as error:
-            error.add_note(f"rpfunc: thread {len(begun) + 1} of a runtime's {len(threads)}; fewer workers need fewer")
+            note(error, f"thread {len(begun) + 1} of a runtime's {len(threads)}; fewer workers need fewer")
             raise
         finally:
             wait(begun)

@@ -6,21 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from rpfunc import tree
 from rpfunc.batch import Batch
+from rpfunc.checks import is_count, plain_number, shown
 from rpfunc.errors import ModelError
 from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.flat import floating
 from rpfunc.stream.form import Pullback, Stepping
-from rpfunc.stream.memory import Memory, RowMemory
+from rpfunc.stream.memory import RowMemory
 from rpfunc.stream.split_attention import split_attention
 from rpfunc.stream.transforms import running_transforms
 from rpfunc.stream.writes import reading
@@ -42,9 +41,11 @@ def attending(
     does. Not causal: kv of all rows. A window counts the row itself.
     Raises ModelError for a window below 1 or without causal.
     """
-    if window is not None and (window < 1 or not causal):
+    window = plain_number(window)
+    if window is not None and (not is_count(window) or window < 1 or not causal):
         raise ModelError(
-            f"attending: window is {window} with causal={causal}; a window is at least 1 row and needs causal=True "
+            f"attending: window is {shown(window)} with causal={causal}; a window is a whole number from 1 and needs "
+            "causal=True "
             "(None: no window)"
         )
     return Attending(kv, rows, window) if causal else Bidirectional(kv, rows)
@@ -62,33 +63,25 @@ class Attending(Stepping):
         """Returns the output for whole rows."""
         return self._see(params, x, self.kv(params, x, batch), batch)
 
-    def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
-        """Returns (output rows, their kv)."""
-        left = self.kv(params, x, batch)
-        seen = left if past is None else tree.map(lambda *parts: torch.cat(parts, dim=1), past, left)
-        return self._see(params, x, seen, batch), left
-
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns the rows' kv."""
         del past
         return self.kv(params, x, batch)
 
-    def advance(self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int, num_rows: int) -> Any:
+    def advance(
+        self, params: Any, x: Any, batch: Batch, memory: RowMemory, start: int, stop: int, num_rows: int
+    ) -> Any:
         """Returns the output rows start to stop of `num_rows`, and keeps their kv; what is seen is a view of it."""
         memory.keep(self.kv(params, x, batch), start, stop, num_rows)
         return self._see(params, x, memory.past(start, stop), batch)
 
     def linearize_step(
-        self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
+        self, params: Any, x: Any, batch: Batch, memory: RowMemory, start: int, stop: int
     ) -> tuple[Any, Pullback]:
         """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first.
 
-        The same result as the general way, in less memory: what is seen is a view of the kept rows, never joined to
-        the chunk's own.
+        What is seen is a view of the kept rows, never joined to the chunk's own.
         """
-        if not isinstance(memory, RowMemory):
-            return super().linearize_step(params, x, batch, memory, start, stop)
-
         if not memory.holds(stop):
             memory.keep(self.kv(params, x, batch), start, stop, stop)
 
@@ -115,7 +108,7 @@ class Attending(Stepping):
     def _see(self, params: Any, x: Any, kv: Any, batch: Batch) -> Any:
         return reading("kv", kv, self.rows, params, x, kv, batch)
 
-    def memory(self) -> Memory:
+    def memory(self) -> RowMemory:
         """Returns an empty memory of kv."""
         return RowMemory(self.window)
 
@@ -155,7 +148,7 @@ class _LookBack(Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.reached(True)
-        ctx.memory.receive(cotangents, ctx.start, ctx.stop)
+        ctx.memory.receive(cotangents, ctx.start)
         return None, None, None, None, *(ctx.memory.cotangent(ctx.start, ctx.stop) or ctx.nothing)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from rpfunc.errors import ModelError
 from rpfunc.stream.attention_checks import misfits
 from rpfunc.stream.split_attention import can_split, split_attention
+from rpfunc.stream.transforms import is_nested
 
 BLOCK = 512
 """Queries that share one mask: no mask is larger than BLOCK x keys, however many queries there are."""
@@ -47,8 +48,9 @@ def attend(
     soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118). sinks: a further score for
     each head that takes part in the softmax and has no value (GPT-OSS).
 
-    Keys that no query of a block may see, before the window or after the block, cost nothing. With sinks or soft_cap
-    a block's scores exist at once, else never. Raises ModelError listing all that does not fit.
+    Keys that no query of a block may see, before the window or after the block, cost nothing. With sinks or soft_cap,
+    and in a derivative of a derivative (a layer that takes a gradient itself), a block's scores exist at once, else
+    never. Raises ModelError listing all that does not fit.
     """
     problems = misfits(query, key, value, causal, window, query_segments, key_segments, visible, sinks, soft_cap, scale)
     if problems:
@@ -64,11 +66,16 @@ def attend(
             value[:, num_keys - num_queries :], "b t h d -> b t (h g) d", g=query.shape[2] // key.shape[2]
         ).clone()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    plain = window is None and key_segments is None and visible is None and sinks is None and soft_cap is None
+    # kernels' derivatives have none of their own
+    spelled_out = sinks is not None or soft_cap is not None or is_nested(query, key, value)
+    size, value_size = query.shape[-1], value.shape[-1]
+    if size != value_size and not spelled_out:  # kernels that hold no scores want equal sizes: zeros change nothing
+        query, key, value = (F.pad(part, (0, max(size, value_size) - part.shape[-1])) for part in (query, key, value))
+    plain = window is None and key_segments is None and visible is None and not spelled_out
     if plain and (not causal or num_queries in (1, num_keys)):
-        return _sdpa(query, key, value, None, scale, is_causal=causal and num_queries > 1)
+        return _sdpa(query, key, value, None, scale, is_causal=causal and num_queries > 1)[..., :value_size]
     if plain and can_split(query, key, value):
-        return split_attention(query, key, value, scale)
+        return split_attention(query, key, value, scale)[..., :value_size]
     outputs = []
     for start in range(0, num_queries, BLOCK):
         stop = min(start + BLOCK, num_queries)
@@ -84,10 +91,10 @@ def attend(
             None if visible is None else visible[:, low:high],
         )
         block = query[:, start:stop], key[:, low:high], value[:, low:high]
-        if sinks is None and soft_cap is None:
-            outputs.append(_sdpa(*block, mask, scale))
-        else:
+        if spelled_out:
             outputs.append(_softmax_attention(*block, mask, scale, sinks, soft_cap))
+        else:
+            outputs.append(_sdpa(*block, mask, scale)[..., :value_size])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

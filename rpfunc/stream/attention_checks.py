@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rpfunc.checks import is_count, is_real, shown
 
 
 def misfits(
@@ -74,14 +75,16 @@ def _shape_misfits(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
 
 
 def _window_misfits(window: Any, causal: bool) -> Iterator[str]:
-    if window is not None and (not isinstance(window, int) or window < 1 or not causal):
-        yield f"window is {window} with causal={causal}; a window is at least 1 row and needs causal=True"
+    if window is not None and (not is_count(window) or window < 1 or not causal):
+        yield (
+            f"window is {shown(window)} with causal={causal}; a window is a whole number from 1 and needs causal=True"
+        )
 
 
 def _number_misfits(**numbers: Any) -> Iterator[str]:
     for name, number in numbers.items():
-        if number is not None and not (isinstance(number, Real) and 0 < float(number) < inf):
-            yield f"{name} is {number}; it must be a number above 0, and finite (None: the default)"
+        if number is not None and not (is_real(number) and number is not True and 0 < float(number) < inf):
+            yield f"{name} is {shown(number)}; it must be a number above 0, and finite (None: the default)"
 
 
 def _pair_misfits(query_segments: Tensor | None, key_segments: Tensor | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rpfunc import tree
 from rpfunc.batch import Batch
-from rpfunc.errors import ModelError
+from rpfunc.errors import ModelError, note
 from rpfunc.model import Layer
 from rpfunc.stream.freeze import Frozen
 from rpfunc.stream.writes import ADVICE, Counters
@@ -43,7 +43,7 @@ class Calling:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            error.add_note(f"rpfunc: in layer {self._layer.name!r}, {self._doing} pass")
+            note(error, f"in layer {self._layer.name!r}, {self._doing} pass")
         elif error is None and (changed := self._counters.changed()):
             self._refuse_writes(changed)
 

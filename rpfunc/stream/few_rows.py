@@ -49,7 +49,7 @@ def _is_worth_it(x: Tensor | None = None, weight: Tensor | None = None) -> bool:
         return False  # torch's own products of 16-bit numbers are oneDNN's, which has none of wider ones
     if torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return all(transform == "Grad" for transform in running_transforms())  # it has no rule for vmap or jvp
+    return running_transforms() in ((), ("Grad",))  # no rule for vmap, jvp or a derivative's derivative
 
 
 class _Linear(Function):

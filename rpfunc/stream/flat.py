@@ -38,12 +38,23 @@ def is_inexact(leaf: Tensor) -> bool:
 
 
 def contiguous(structured: Any) -> Any:
-    """Returns the tree with its tensors contiguous: themselves where they are so.
+    """Returns the tree with its tensors contiguous: themselves, or views of them, where they are so.
 
     What passes from layer to layer does, in both directions. Kernels sum in an order that depends on strides, and what
     crosses a stage's border is contiguous: so it is inside a stage, and no plan changes a bit.
     """
-    return tree.map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, structured)
+    return tree.map(lambda leaf: _contiguous(leaf) if isinstance(leaf, Tensor) else leaf, structured)
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    leaf = leaf.contiguous()
+    # what is one long may have any stride and counts as contiguous, but kernels look at it
+    return leaf.view(-1).view(leaf.shape) if 1 in leaf.shape else leaf
+
+
+def dense(leaf: Tensor) -> Tensor:
+    """Returns a tensor whose copies have its strides: itself, or a copy where it has gaps or overlaps."""
+    return leaf if torch.empty_like(leaf, device="meta").stride() == leaf.stride() else leaf.clone()
 
 
 def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Flat], tuple[Flat, ...]]]:
@@ -148,7 +159,7 @@ def rows(structured: Any, start: int, stop: int) -> Any:
 
     Kernels sum in an order that depends on strides: so a run of rows has the same bits by itself and as part of more.
     """
-    return tree.map(lambda leaf: leaf[:, start:stop].contiguous(), structured)
+    return tree.map(lambda leaf: _contiguous(leaf[:, start:stop]), structured)
 
 
 def write(buffer: Any, structured: Any, start: int, stop: int, num_rows: int) -> Any:

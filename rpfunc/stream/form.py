@@ -14,7 +14,7 @@ from rpfunc.model import Flat
 from rpfunc.stream.accumulate import vjp_into
 from rpfunc.stream.flat import check_rows, floating, overwrite, own, rows, spans, write
 from rpfunc.stream.kept_attention import KeptAttention
-from rpfunc.stream.memory import Memory
+from rpfunc.stream.memory import Memory, StateMemory
 from rpfunc.sums import Sums
 
 Pullback = Callable[[Flat, Sums | None], tuple[Flat, Sums]]
@@ -24,8 +24,9 @@ Pullback = Callable[[Flat, Sums | None], tuple[Flat, Sums]]
 class Stepping(ABC):
     """A form whose output rows depend on the same input rows and on what earlier rows left.
 
-    It works chunk by chunk: `step` is all that differs between row-wise, attending and recurrent layers. This class
-    runs one layer over all chunks; `rpfunc.stream.chunk_major` runs one chunk through many layers.
+    It works chunk by chunk: what a chunk does, leaves and gets back is all that differs between row-wise, attending and
+    recurrent layers. This class runs one layer over all chunks; `rpfunc.stream.chunk_major` runs one chunk through many
+    layers.
     """
 
     @abstractmethod
@@ -33,16 +34,24 @@ class Stepping(ABC):
         """Returns the layer's output for whole rows."""
 
     @abstractmethod
-    def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
-        """Returns (output rows, what these rows leave for later ones) of a chunk; `past` is None for the first."""
-
-    @abstractmethod
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
-        """Returns what `step` leaves, without the output rows where they are not needed for it."""
+        """Returns what a chunk leaves for later ones, without its output rows where they are not needed for it; `past`
+        is what earlier ones left, None for the first.
+        """
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Returns an empty memory of the kind that `step` needs."""
+        """Returns an empty memory of what chunks leave."""
+
+    @abstractmethod
+    def advance(self, params: Any, x: Any, batch: Batch, memory: Any, start: int, stop: int, num_rows: int) -> Any:
+        """Returns the output rows start to stop of `num_rows`, and keeps what they leave."""
+
+    @abstractmethod
+    def linearize_step(
+        self, params: Any, x: Any, batch: Batch, memory: Any, start: int, stop: int
+    ) -> tuple[Any, Pullback]:
+        """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first."""
 
     @abstractmethod
     def precompose(self, function: Callable[[Any], Any]) -> Self:
@@ -96,14 +105,28 @@ class Stepping(ABC):
             del pullback, dx_rows  # or these residuals would live beside the next chunk's
         return dx or (), grads or ()
 
-    def advance(self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int, num_rows: int) -> Any:
+
+class Scanning(Stepping):
+    """A scan over chunks: each hands one value, a carry, to the next, and `step` says all."""
+
+    @abstractmethod
+    def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
+        """Returns (output rows, what they leave for the next chunk); `past` is None for the first."""
+
+    def memory(self) -> StateMemory:
+        """Returns an empty memory of what is handed on."""
+        return StateMemory()
+
+    def advance(
+        self, params: Any, x: Any, batch: Batch, memory: StateMemory, start: int, stop: int, num_rows: int
+    ) -> Any:
         """Returns the output rows start to stop of `num_rows`, and keeps what they leave."""
         output, left = self.step(params, x, memory.past(start), batch)
         memory.keep(left, start, stop, num_rows)
         return output
 
     def linearize_step(
-        self, params: Any, x: Any, batch: Batch, memory: Memory, start: int, stop: int
+        self, params: Any, x: Any, batch: Batch, memory: StateMemory, start: int, stop: int
     ) -> tuple[Any, Pullback]:
         """Returns (output rows, pullback) of the chunk of rows start to stop; later chunks come through it first."""
 
@@ -114,7 +137,7 @@ class Stepping(ABC):
         left_leaves = floating(left)[0]
 
         def pullback(cotangent: Flat, grads: Sums | None) -> tuple[Flat, Sums]:
-            dleft = memory.cotangent(start, stop)
+            dleft = memory.cotangent(stop)
             if dleft is None:
                 dleft = tuple(torch.zeros_like(leaf) for leaf in left_leaves)
             grads, (dx, dpast) = pull(cotangent + dleft, grads)

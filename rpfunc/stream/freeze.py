@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rpfunc import tree
-from rpfunc.errors import TreeError
+from rpfunc.errors import TreeError, note
 from rpfunc.model import Model, Params
 
 
@@ -30,7 +30,7 @@ def frozen_leaves(params: Params, frozen: tree.Mask | None) -> list[bool]:
     except TreeError as error:
         raise TreeError(f"frozen: {error}") from error
     except Exception as error:
-        error.add_note("rpfunc: in the function given as frozen")
+        note(error, "in the function given as frozen")
         raise
 
 

@@ -16,17 +16,11 @@ from rpfunc.stream.flat import floating, write
 class Memory(Protocol):
     """What the chunks of one layer leave for each other: filled from first to last, differentiated backwards."""
 
-    def past(self, start: int, stop: int | None = None) -> Any:
-        """Returns what the chunk at row `start` reads of earlier rows (with `stop`, of its own too); None for none."""
+    def past(self, start: int) -> Any:
+        """Returns what the chunk at row `start` reads of earlier rows; None for none."""
 
     def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
         """Keeps what the chunk of rows start to stop left."""
-
-    def cotangent(self, start: int, stop: int) -> Flat | None:
-        """Returns the cotangent of what that chunk left, once all later chunks have been received; None for zero."""
-
-    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
-        """Takes the cotangent of what `past(start, stop)` has given."""
 
 
 class StateMemory:
@@ -36,9 +30,8 @@ class StateMemory:
         self._states: dict[int, Any] = {}
         self._cotangents: dict[int, Flat] = {}
 
-    def past(self, start: int, stop: int | None = None) -> Any:
+    def past(self, start: int) -> Any:
         """Returns the state at row `start`."""
-        del stop
         return self._states.get(start)
 
     def keep(self, left: Any, start: int, stop: int, num_rows: int) -> None:
@@ -46,14 +39,12 @@ class StateMemory:
         del start, num_rows
         self._states[stop] = left
 
-    def cotangent(self, start: int, stop: int) -> Flat | None:
-        """Returns the cotangent of the state at row `stop`."""
-        del start
+    def cotangent(self, stop: int) -> Flat | None:
+        """Returns the cotangent of the state at row `stop`; None for zero."""
         return self._cotangents.pop(stop, None)
 
-    def receive(self, cotangent: Flat, start: int, stop: int | None = None) -> None:
+    def receive(self, cotangent: Flat, start: int) -> None:
         """Takes the cotangent of the state at row `start`, which no one needs any more."""
-        del stop
         self._cotangents[start] = cotangent
         self._states.pop(start, None)
 
@@ -89,17 +80,16 @@ class RowMemory:
         self._filled = max(self._filled, stop)
 
     def cotangent(self, start: int, stop: int) -> Flat | None:
-        """Returns the cotangent of what rows start to stop left, in its own dtype."""
+        """Returns the cotangent of what rows start to stop left, in its own dtype, once all later rows have been
+        received; None for zero.
+        """
         if self._cotangents is None:
             return None
         kinds = floating(self._rows)[0]
         return tuple(place[:, start:stop].to(leaf.dtype) for place, leaf in zip(self._cotangents, kinds, strict=True))
 
-    def receive(self, cotangent: Sequence[Tensor | None], start: int, stop: int | None = None) -> None:
-        """Adds the cotangents of what `past(start, stop)` has shown; None for leaves that have none, or no more."""
-        stop = start if stop is None else stop
-        if stop == 0:
-            return
+    def receive(self, cotangent: Sequence[Tensor | None], start: int) -> None:
+        """Adds the cotangents of what `past(start, ...)` has shown; None for leaves that have none, or no more."""
         for index, part in enumerate(cotangent):
             if part is not None:
                 self.receive_rows(index, slice(0, part.shape[1]), part, start)

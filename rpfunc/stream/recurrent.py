@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpfunc.batch import Batch
-from rpfunc.stream.form import Stepping
-from rpfunc.stream.memory import Memory, StateMemory
+from rpfunc.stream.form import Scanning
 from rpfunc.stream.writes import reading
 
 Body = Callable[[Any, Any, Any, Batch], tuple[Any, Any]]
@@ -26,7 +25,7 @@ def recurrent(body: Body, init: Init) -> Recurrent:
 
 
 @dataclass(frozen=True)
-class Recurrent(Stepping):
+class Recurrent(Scanning):
     """See `recurrent`. A run of rows leaves the state after it."""
 
     body: Body
@@ -44,10 +43,6 @@ class Recurrent(Stepping):
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns the state after the rows."""
         return self.step(params, x, past, batch)[1]
-
-    def memory(self) -> Memory:
-        """Returns an empty memory of states."""
-        return StateMemory()
 
     def precompose(self, function: Callable[[Any], Any]) -> Recurrent:
         """Returns the form that applies `function` to its parameters first."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpfunc.batch import Batch
-from rpfunc.stream.form import Stepping
-from rpfunc.stream.memory import Memory, StateMemory
+from rpfunc.stream.form import Scanning
 
 
 def rowwise(function: Callable[[Any, Any, Batch], Any]) -> RowWise:
@@ -17,7 +16,7 @@ def rowwise(function: Callable[[Any, Any, Batch], Any]) -> RowWise:
 
 
 @dataclass(frozen=True)
-class RowWise(Stepping):
+class RowWise(Scanning):
     """See `rowwise`. A row leaves nothing for others."""
 
     function: Callable[[Any, Any, Batch], Any]
@@ -34,10 +33,6 @@ class RowWise(Stepping):
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns None."""
         del params, x, past, batch
-
-    def memory(self) -> Memory:
-        """Returns a memory that stays empty."""
-        return StateMemory()
 
     def precompose(self, function: Callable[[Any], Any]) -> RowWise:
         """Returns the form that applies `function` to its parameters first."""

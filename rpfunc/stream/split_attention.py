@@ -15,9 +15,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from rpfunc.errors import ModelError
 from rpfunc.stream.transforms import running_transforms
 
 
@@ -95,9 +95,23 @@ class _SplitAttention(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        query, key, value, output, joint = ctx.saved_tensors
+        gradients: tuple[Tensor | None, ...] = _Backward.apply(cotangent, *ctx.saved_tensors, ctx.scale, ctx.receive)  # type: ignore[no-untyped-call]
+        return *gradients, None, None, None
+
+
+class _Backward(Function):
+    @staticmethod
+    def forward(
+        cotangent: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        joint: Tensor,
+        scale: float,
+        receive: Receive | None,
+    ) -> tuple[Tensor | None, ...]:
         groups, num_queries = query.shape[2] // key.shape[2], query.shape[1]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         spread, gather = "b t h d -> b h t d", "b h t d -> b t h d"
@@ -108,26 +122,38 @@ class _SplitAttention(Function):
             joint,
             0.0,
             True,
-            scale=ctx.scale,
+            scale=scale,
         )
         dquery = rearrange(dquery, gather)
-        whole = () if ctx.receive is not None else (torch.empty_like(key), torch.empty_like(value))
+        whole = () if receive is not None else (torch.empty_like(key), torch.empty_like(value))
 
         def write(rows: slice, *parts: Tensor) -> None:
             for place, part in zip(whole, parts, strict=True):
                 place[:, rows] = part
 
-        receive = ctx.receive or write
+        receive = receive or write
         own_rows = slice(key.shape[1] - num_queries, key.shape[1])
         receive(own_rows, *(rearrange(down, "b (h g) t d -> b t h g d", g=groups).sum(3) for down in downs))
         fold = "b t (h g) d -> b h (g t) d"
         folded = [rearrange(part, fold, g=groups) for part in (cotangent, output)]
         joint = rearrange(joint, "b (h g) t -> b h (g t)", g=groups)
         for rows, *part in _earlier(query, key, value):
-            dq, dk, dv = backward(folded[0], *part, folded[1], joint, 0.0, False, scale=ctx.scale)
+            dq, dk, dv = backward(folded[0], *part, folded[1], joint, 0.0, False, scale=scale)
             dquery = dquery + rearrange(dq, "b h (g t) d -> b t (h g) d", t=num_queries)
             receive(rows, rearrange(dk, gather), rearrange(dv, gather))
-        return dquery, *(whole or (None, None)), None, None, None
+        return dquery, *(whole or (None, None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, ...]:
+        # torch.func takes no notice of `once_differentiable`: the second derivative would be zeros
+        raise ModelError(
+            "attend: the kernels have no second derivative; where torch.func.grad or torch.func.vjp takes the first, "
+            "attention is computed in a way that has"
+        )
 
 
 def _earlier(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:

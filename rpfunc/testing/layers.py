@@ -222,7 +222,13 @@ def _draw(form: Form, x: Any, batch: Batch, draws: int, seed: int) -> Iterator[t
     """Yields cuts that once caught something, then any."""
     random, groups = Random(seed), batch.num_examples // batch.group_size
     rows = batch.num_rows if knows_rows(form) else 1
-    corners = [(groups, rows, 1, 1), (groups, rows, max(1, rows - 1), 2), (1, rows, 3, 1), (groups, 1, 1, groups)]
+    corners = [
+        (groups, rows, 2, 1),
+        (groups, rows, 1, 1),
+        (groups, rows, max(1, rows - 1), 2),
+        (1, rows, 3, 1),
+        (groups, 1, 1, groups),
+    ]
     for index in range(draws):
         if index < len(corners):
             num_groups, num_rows, chunk, microbatches = corners[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ FINITE = 2
 """So many of them are finite, as what a model puts out should be."""
 TOLERANCE = 1e-10
 
+Place = tuple[str, str]
+"""A leaf of a batch: its kind (row, example or group) and its path there."""
+
 Run = Callable[[Any, Batch], dict[str, Any]]
 """(output, batch) -> {"loss": (), "grads": like output}"""
 
@@ -37,6 +40,7 @@ def assert_streams_objective(
     *,
     make_output: Callable[[int, int, torch.Generator], Any] | None = None,
     dense: Callable[[Any, Batch], Tensor] | None = None,
+    shifted: bool = True,
     max_examples: int = 25,
 ) -> None:
     """Raises AssertionError, saying which, where `objective` breaks one of its promises in any of `max_examples` draws.
@@ -46,6 +50,7 @@ def assert_streams_objective(
     vocabulary   labels are below it
     make_output  (B, T, generator) -> the model's output, a tree of float64 leaves (B, T, ...); None: logits (B, T, V)
     dense        (output, batch) -> loss (), the formula in plain torch operations, to compare with
+    shifted      row t of the output is scored by label t + 1, as a language model's is; False: by label t
 
     The promises: each function returns what `Objective` says; totals of parts add up to the whole's; a row's score
     depends on that row alone; `linear` is true; any chunk and number of microbatches gives
@@ -61,8 +66,8 @@ def assert_streams_objective(
 
     objective = checked(objective)
     totals: list[float] = []
-    unread: set[tuple[str, str]] = set()
-    read: set[tuple[str, str]] = set()
+    unread: set[Place] = set()
+    read: set[Place] = set()
 
     @settings(
         max_examples=max_examples,
@@ -99,19 +104,19 @@ def assert_streams_objective(
                 "loss and gradients are not those of the dense formula",
                 lambda: assert_close(plain, _autograd(dense, output, batch), TOLERANCE),
             )
-        _check_masked_contents(run, output, batch, generator)
+        _check_masked_contents(run, output, batch, generator, shifted)
         _check_masked_groups(_plain(objective), output, batch)
         _check_padding(_plain(objective), output, batch)
-        for leaf in _inexact(batch):
-            unread.add(leaf)
-            if leaf not in read and _has_effect(_plain(objective), output, batch, leaf, plain):
-                read.add(leaf)
+        for place in _inexact(batch):
+            unread.add(place)
+            if place not in read and _has_effect(_plain(objective), output, batch, place, plain):
+                read.add(place)
 
     check()
     assert any(totals), (
         f"{objective.name}: `total` was 0 in all draws, so nothing was ever scored; `make_batch` must give labels, too"
     )
-    without = sorted(f"{kind} leaf {name!r}" for kind, name in unread - read)
+    without = sorted(f"{kind} leaf {path!r}" for kind, path in unread - read)
     assert not without, f"{objective.name}: no effect on the loss in any draw, so not read: {', '.join(without)}"
 
 
@@ -193,11 +198,14 @@ def _loss_of_sums(
     return sums, loss_at
 
 
-def _check_masked_contents(run: Run, output: Any, batch: Batch, generator: torch.Generator) -> None:
+def _check_masked_contents(run: Run, output: Any, batch: Batch, generator: torch.Generator, shifted: bool) -> None:
     """Compares 0 with garbage in all that stands at places without a label, in the batch and in the output."""
-    masked = batch.row["labels"] == IGNORED
-    masked[:, :1] = True  # nothing predicts the first token
-    no_target = F.pad(masked[:, 1:], (0, 1), value=True)
+    masked = no_target = batch.row["labels"] == IGNORED
+    if shifted:
+        masked[:, :1] = True  # nothing predicts the first token
+        no_target = F.pad(masked[:, 1:], (0, 1), value=True)
+    examples = masked.all(dim=1)
+    groups = examples.view(-1, batch.group_size).all(dim=1)
     garbage = torch.tensor(GARBAGE, dtype=torch.float64)
 
     def fill(leaf: Tensor, mask: Tensor, filled: bool, kinds: int = len(GARBAGE)) -> Tensor:
@@ -213,9 +221,10 @@ def _check_masked_contents(run: Run, output: Any, batch: Batch, generator: torch
             name: leaves if name == "labels" else tree.map(lambda leaf: fill(leaf, masked, filled), leaves)
             for name, leaves in batch.row.items()
         }
-        example = tree.map(lambda leaf: fill(leaf, masked.all(dim=1), filled), dict(batch.example))
+        example = tree.map(lambda leaf: fill(leaf, examples, filled), dict(batch.example))
+        group = tree.map(lambda leaf: fill(leaf, groups, filled), dict(batch.group))
         filled_output = tree.map(lambda leaf: fill(leaf, no_target, filled, FINITE), output)
-        return run(filled_output, replace(batch, row=row, example=example))
+        return run(filled_output, replace(batch, row=row, example=example, group=group))
 
     _expect(
         "what stands where there is no label changes the loss or a gradient (put 0 there before any arithmetic: a "
@@ -255,22 +264,25 @@ def _check_padding(run: Run, output: Any, batch: Batch) -> None:
     )
 
 
-def _has_effect(run: Run, output: Any, batch: Batch, leaf: tuple[str, str], before: dict[str, Any]) -> bool:
-    kind, name = leaf
-    leaves: Mapping[str, Tensor] = getattr(batch, kind)
-    value = leaves[name]
-    other = ~value if value.dtype == torch.bool else value + torch.linspace(0.1, 0.9, value.numel()).view(value.shape)
-    changed = {**leaves, name: other}
-    after = run(output, replace(batch, row=changed) if kind == "row" else replace(batch, example=changed))
+def _has_effect(run: Run, output: Any, batch: Batch, place: Place, before: dict[str, Any]) -> bool:
+    kind, path = place
+    leaves, structure = tree.flatten(dict(getattr(batch, kind)))
+    index = tree.paths(dict(getattr(batch, kind))).index(path)
+    value = leaves[index]
+    leaves[index] = (
+        ~value if value.dtype == torch.bool else value + torch.linspace(0.1, 0.9, value.numel()).view(value.shape)
+    )
+    after = run(output, replace(batch, **{kind: tree.unflatten(structure, leaves)}))
     pairs = zip(tree.leaves(after), tree.leaves(before), strict=True)
     return any(not torch.equal(one, two) for one, two in pairs)
 
 
-def _inexact(batch: Batch) -> Iterator[tuple[str, str]]:
-    for kind, leaves in (("row", batch.row), ("example", batch.example)):
-        for name, leaf in leaves.items():
+def _inexact(batch: Batch) -> Iterator[Place]:
+    for kind in ("row", "example", "group"):
+        leaves = dict(getattr(batch, kind))
+        for path, leaf in zip(tree.paths(leaves), tree.leaves(leaves), strict=True):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.bool):
-                yield kind, name
+                yield kind, path
 
 
 def _streamed(objective: Objective, microbatches: int, chunk: int | None) -> Run:

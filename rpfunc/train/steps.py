@@ -23,6 +23,7 @@ from rpfunc.model import Model
 from rpfunc.objectives.objective import Objective
 from rpfunc.optim import Transformation
 from rpfunc.plan.plan import Plan
+from rpfunc.runtime.context import CallersContext
 from rpfunc.runtime.job import Job, Scheduler, choose_plan, grain
 from rpfunc.runtime.progress import Stopped
 from rpfunc.runtime.session import Running, Session, prepare
@@ -195,23 +196,25 @@ class _Flight:
         job, values = steps.job, state.values()
         job.model.check(values.params)
         self._steps, self._job, self._batches, self._runtime = steps, job, batches, runtime
-        self._store = Store(
-            job.model,
-            values,
-            steps.optimizer,
-            frozen=job.frozen,
-            staleness=steps.staleness,
-            compute_dtype=job.compute_dtype,
-            donate=steps.donate,
-        )
+        with torch.no_grad():  # what is made of parameters that require gradients keeps no way back to them
+            self._store = Store(
+                job.model,
+                values,
+                steps.optimizer,
+                frozen=job.frozen,
+                staleness=steps.staleness,
+                compute_dtype=job.compute_dtype,
+                donate=steps.donate,
+            )
         self.session = Session(job, runtime)
+        self._context = CallersContext.here()
         self._planner = AutoPlan.begin(job.model.num_layers, runtime.num_workers) if automatic else None
         self._plan = job.plan
         self._scales = _scales(values.scales, 1 + steps.staleness) if job.compute_dtype == torch.float16 else []
         self.running: deque[Running] = deque()
         self._number = 0  # of the iteration whose step comes next
         self._ended = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._step: Future[Values] | None = None
         self._updates: deque[Event] = deque()  # written by the thread that makes steps, before it measures the next
 
@@ -235,7 +238,7 @@ class _Flight:
             params = self._store.versions[version]
             made = version if version > 0 else None  # of those made here there are events; the first ones are there
             self.running.append(self.session.start(params, batch, self._plan, version=made, scale=scale))
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: the step before has taken the caller's state
             self._ended, self._failure = True, error
 
     def step(self, state: State) -> tuple[State, StepResult]:
@@ -247,7 +250,8 @@ class _Flight:
         result = running.wait()
         assert measured is not None
         self.running.popleft()
-        if self._planner is not None:
+        # an iteration that was under way when the plan changed says nothing of the new one
+        if self._planner is not None and running.iteration.work.plan == self._planner.plan:
             self._planner = advance(self._planner, result.timeline)
         updates, timeline = tuple(self._updates), result.timeline
         self._updates.clear()
@@ -276,7 +280,8 @@ class _Flight:
             self.start_next()
         else:  # the workers are free: this thread, with all its cores, makes the step while they wait for its subtrees
             self.start_next()
-            self._step = self._submit(make)
+            with self._runtime.waiting_for_caller():
+                self._step = self._submit(make)
         reported = StepResult(
             state.step + 1,
             result.loss,
@@ -327,10 +332,15 @@ class _Flight:
     def _submit(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function in the optimizer's thread if steps are asynchronous, else here and now."""
         future: Future[T] = Future()
+
+        def in_context() -> T:
+            with self._context.entered():
+                return function()
+
         if self._steps.staleness:
-            self._runtime.submit({UPDATE: partial(fulfil, future, function)})
+            self._runtime.submit({UPDATE: partial(fulfil, future, in_context)})
         else:
-            future.set_result(function())
+            future.set_result(in_context())
         return future
 
 

@@ -169,7 +169,38 @@ def multiplied_by_the_rows():
     return replace(sft(), score=lambda logits, batch: sft().score(logits, batch) * batch.num_rows)
 
 
+def with_group_rewards(num_groups, num_rows, seed):
+    batch = make_batch(num_groups, num_rows, seed, group_size=2)
+    rewards = torch.rand(num_groups, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return Batch(row={"labels": batch.row["labels"]}, group={"reward": {"final": rewards}}, group_size=2)
+
+
+def group_rewards_without_labels():
+    """A reward counts even where no example of its group has a label."""
+
+    def prepare(batch):
+        prepared = sft().prepare(batch)
+        reward = batch.group["reward"]["final"].repeat_interleave(2)
+        return replace(prepared, example={**prepared.example, "added": reward})
+
+    return replace(
+        sft(),
+        prepare=prepare,
+        loss=lambda sums, batch, total: sft().loss(sums + 0.1 * batch.example["added"], batch, total),
+    )
+
+
+def nested_weights(num_groups, num_rows, seed):
+    batch = make_batch(num_groups, num_rows, seed)
+    labels = batch.row["labels"]
+    return Batch(row={"labels": labels, "nested": {"weight": torch.ones(labels.shape, dtype=torch.float64)}})
+
+
 WRONG = {
+    group_rewards_without_labels: (
+        with_group_rewards,
+        "what stands where there is no label changes the loss|examples without a label still count",
+    ),
     root_of_the_count: (labels_alone, "^`total` is .* of the whole batch, and .* added up over its groups"),
     the_longest_text: (labels_alone, "^`total` is .* of the whole batch, and .* added up over its groups"),
     rewards_without_labels: (with_rewards, "what stands where there is no label changes the loss or a gradient"),
@@ -195,6 +226,15 @@ WRONG = {
         "dpo: no effect on the loss in any draw, so not read: example leaf 'reference_logprobs'",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("batches", "leaf"),
+    [(nested_weights, "row leaf 'nested.weight'"), (with_group_rewards, "group leaf 'reward.final'")],
+)
+def test_a_leaf_that_is_not_read_is_told_wherever_it_is(batches, leaf):
+    with pytest.raises(AssertionError, match=f"^sft: no effect on the loss in any draw, so not read: {leaf}$"):
+        assert_streams_objective(sft(), batches, VOCABULARY, max_examples=12)
 
 
 @pytest.mark.parametrize("make_objective", WRONG)

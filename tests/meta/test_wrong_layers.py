@@ -67,28 +67,39 @@ def dropping(change):
 class DropsRows(RowMemory):
     """Keys and values get no cotangent from later chunks."""
 
-    def receive(self, cotangent, *span):
-        super().receive(tuple(torch.zeros_like(leaf) for leaf in cotangent), *span)
+    def receive_rows(self, index, places, part, start):
+        super().receive_rows(index, places, torch.zeros_like(part), start)
+
+
+class DropsEarlierRows(RowMemory):
+    """A chunk gives its own keys and values their cotangent, and those before it none."""
+
+    def receive_rows(self, index, places, part, start):
+        kept = torch.arange(places.start, places.stop) + self._first(start) >= start
+        super().receive_rows(index, places, part * kept.view(-1, *[1] * (part.dim() - 2)), start)
 
 
 class LastChunkOnly(RowMemory):
     """The cotangent of the last chunk that read a row replaces those before."""
 
-    def receive(self, cotangent, *span):
-        self._cotangents = None
-        super().receive(cotangent, *span)
+    chunk = None
+
+    def receive_rows(self, index, places, part, start):
+        if start != self.chunk:
+            self._cotangents, self.chunk = None, start
+        super().receive_rows(index, places, part, start)
 
 
 class ShiftedRows(RowMemory):
     """The cotangent goes to the rows beside."""
 
-    def receive(self, cotangent, *span):
-        super().receive(tuple(leaf.roll(1, 1) for leaf in cotangent), *span)
+    def receive_rows(self, index, places, part, start):
+        super().receive_rows(index, places, part.roll(1, 1), start)
 
 
 class NoStateCotangent(StateMemory):
-    def receive(self, cotangent, *span):
-        super().receive(tuple(torch.zeros_like(leaf) for leaf in cotangent), *span)
+    def receive(self, cotangent, start):
+        super().receive(tuple(torch.zeros_like(leaf) for leaf in cotangent), start)
 
 
 class FirstStateAlways(StateMemory):
@@ -154,6 +165,7 @@ WRONG = {
     "a declared window that is not masked": (attending(kv, rows_with(), window=3), BATCH),
     "a memory one row too short": (AttendingIn(kv, rows_with(window=3), 3, RowMemory, 2), BATCH),
     "dK and dV of later chunks dropped": (AttendingIn(kv, rows_with(), None, DropsRows), BATCH),
+    "dK and dV of earlier rows dropped": (AttendingIn(kv, rows_with(), None, DropsEarlierRows), BATCH),
     "dK and dV of one chunk kept": (AttendingIn(kv, rows_with(), None, LastChunkOnly), BATCH),
     "dK and dV of the rows beside": (AttendingIn(kv, rows_with(), None, ShiftedRows), BATCH),
     "other keys and values in backward": (LeavesOther(kv, rows_with()), BATCH),
@@ -205,6 +217,16 @@ def test_a_wrong_layer_is_refused(fault):
     # a write in place is refused wherever the layer runs
     with pytest.raises(ModelError if "written to" in fault else AssertionError):
         assert_streams(form, WEIGHT.clone(), X.clone(), batch, draws=6)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.mark.parametrize("remembers", [DropsRows, DropsEarlierRows, LastChunkOnly, ShiftedRows])
+def test_wrong_cotangents_of_keys_and_values_are_refused_in_every_chunk(remembers, chunk):
+    """However they come: from a kernel that has no mask (several rows after others), or from one of a single row."""
+    with pytest.raises(AssertionError, match=r"differs from that of torch\.autograd"):
+        assert_streams(AttendingIn(kv, rows_with(), None, remembers), WEIGHT, X, BATCH, chunk, tolerance=1e-10)
+    with pytest.raises(AssertionError, match=r"differs from that of torch\.autograd"):
+        assert_streams(AttendingIn(kv, rows_with(), None, remembers), WEIGHT, X, BATCH, draws=1)
 
 
 @pytest.mark.parametrize("fault", ["no mask", "segments ignored", "a window one row too long"])

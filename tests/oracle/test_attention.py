@@ -180,6 +180,19 @@ def banded(query, key, value, *, window, sinks):
     return (weights / total @ value[0, :, 0])[None, :, None]
 
 
+@pytest.mark.parametrize("value_size", [1, 3])
+@pytest.mark.parametrize("num_queries", [1, 2 * BLOCK, 4 * BLOCK])
+def test_values_of_another_size_make_no_scores_of_all_queries_and_keys(num_queries, value_size):
+    num_keys = 4 * BLOCK
+    q, k = (normal(random.key(5), name, 1, num, 1, 2) for name, num in (("q", num_queries), ("k", num_keys)))
+    v = normal(random.key(5), "v", 1, num_keys, 1, value_size)
+    with torch.no_grad():
+        found = memory.peak(lambda: attend(q, k, v))
+    assert found.result.shape == (1, num_queries, 1, value_size)
+    assert_close(found.result, banded(q, k, v, window=None, sinks=None), 1e-10)
+    assert found.peak_bytes < 8 * BLOCK * (2 * BLOCK)
+
+
 @pytest.mark.parametrize("kind", ["window", "segments", "sinks", "visible"])
 def test_no_mask_of_all_queries_and_keys_is_ever_made(kind):
     num_rows = 4 * BLOCK

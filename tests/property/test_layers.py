@@ -136,7 +136,7 @@ def test_a_window_of_rows_on_both_sides_is_refused(window):
     with pytest.raises(ModelError) as caught:
         attention(causal=False, window=window)
     assert str(caught.value) == (
-        f"attending: window is {window} with causal=False; a window is at least 1 row and needs causal=True "
+        f"attending: window is {window} with causal=False; a window is a whole number from 1 and needs causal=True "
         "(None: no window)"
     )
 

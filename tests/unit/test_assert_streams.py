@@ -264,17 +264,17 @@ def half_stopped(p, x, kv, batch):
 CUTS = {
     "how much kv there is": (
         attending(kv, lambda p, x, kv, batch: x * kv["k"].shape[1]),
-        "causal layer, layer by layer, 1 rows at a time: output row 0 of example 0 differs from that of whole rows "
+        "causal layer, layer by layer, 2 rows at a time: output row 0 of example 0 differs from that of whole rows "
         r"\(relative error 0.\d+ of at most 1e-10\); `rows` must not depend on how many kv rows it is given, and its "
         f"own are the last of them; {PLACES}",
     ),
     "rows counted from the chunk's first": (
         rowwise(lambda p, x, batch: x + torch.arange(x.shape[1])[:, None]),
-        f"row-wise layer, layer by layer, 1 rows at a time: output row 1 of example 0 .*; {PLACES}",
+        f"row-wise layer, layer by layer, 2 rows at a time: output row 2 of example 0 .*; {PLACES}",
     ),
     "a state not handed on": (
         states(lambda p, x, state, batch: ((x @ p).cumsum(1), state)),
-        "recurrent layer, layer by layer, 1 rows at a time: output row 1 of example 0 .*; `body` must give for rows "
+        "recurrent layer, layer by layer, 2 rows at a time: output row 2 of example 0 .*; `body` must give for rows "
         f"cut in two what it gives for them together, by its state alone; {PLACES}",
     ),
     "examples counted from the piece's first": (
@@ -283,11 +283,11 @@ CUTS = {
     ),
     "a gradient stopped in what rows show": (
         attending(kv, half_stopped),
-        r"causal layer, layer by layer, 1 rows at a time: the gradient of x differs from that of torch.autograd \(",
+        r"causal layer, layer by layer, 2 rows at a time: the gradient of x differs from that of torch.autograd \(",
     ),
     "a weight not trained in chunks": (
         rowwise(lambda p, x, batch: x @ (p["w"] if x.shape[1] == T else p["w"].detach()) + p["b"]),
-        r"row-wise layer, layer by layer, 1 rows at a time: the gradient of params \(w\) differs from that of torch",
+        r"row-wise layer, layer by layer, 2 rows at a time: the gradient of params \(w\) differs from that of torch",
     ),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rpfunc import random
+from rpfunc.checks import shown
 from rpfunc.errors import ModelError
 from rpfunc.stream import attend
 from rpfunc.testing import assert_close
@@ -71,13 +72,16 @@ def refused(query=Q, key=K, value=V, **options):
             for wrong in (torch.ones(2), torch.ones(3), torch.ones(1), torch.ones(8), torch.ones(1, 4), torch.arange(4))
         ],
         *[
-            ({name: wrong}, f"{name} is {wrong}; it must be a number above 0, and finite (None: the default)")
+            ({name: wrong}, f"{name} is {shown(wrong)}; it must be a number above 0, and finite (None: the default)")
             for name in ("soft_cap", "scale")
-            for wrong in (0.0, -1.0, math.inf, math.nan, "1")
+            for wrong in (0.0, -1.0, math.inf, math.nan, "1", True)
         ],
         *[
-            ({"window": wrong}, f"window is {wrong} with causal=True; a window is at least 1 row and needs causal=True")
-            for wrong in (0, -1, 2.5)
+            (
+                {"window": wrong},
+                f"window is {wrong} with causal=True; a window is a whole number from 1 and needs causal=True",
+            )
+            for wrong in (0, -1, 2.5, True)
         ],
         ({"visible": [True]}, "visible is a list; it must be (batch, keys), here (2, 7), of a boolean dtype"),
         ({"key_segments": SEGMENTS}, "query_segments and key_segments must be given together"),
@@ -131,7 +135,7 @@ def test_all_at_once():
         "5 problems"
         "\n  - keys (1, 7, 2, 5) and values (2, 7, 2, 2) differ before the last dimension"
         "\n  - queries of 2 examples and keys of 1; both must be of the same"
-        "\n  - window is 0 with causal=True; a window is at least 1 row and needs causal=True"
+        "\n  - window is 0 with causal=True; a window is a whole number from 1 and needs causal=True"
         "\n  - soft_cap is 0.0; it must be a number above 0, and finite (None: the default)"
         "\n  - sinks is (2,) torch.float32; it must be (query heads), here (4,), of a floating-point dtype"
     )

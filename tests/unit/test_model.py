@@ -14,6 +14,22 @@ def model(*reads):
     return Model(tuple(Layer(f"layer{index}", IDENTITY, each) for index, each in enumerate(reads)))
 
 
+def test_layers_may_come_one_by_one():
+    layers = exact.model().layers
+    assert Model(layer for layer in layers) == Model(list(layers)) == Model(layers)
+    assert value_and_grad(Model(iter(layers)), exact.linear())(exact.init(), exact.batch(2, 3))[0].loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "layers", [None, exact.model().layers[0], 3, [None], "ab"], ids=["None", "a layer", "3", "a list", "a text"]
+)
+def test_what_is_no_layer_is_no_model(layers):
+    with pytest.raises(
+        ModelError, match=r"^model: (layers is|found) an? .*, needs (several Layers, as in .*|a Layer)$"
+    ):
+        Model(layers)
+
+
 def test_a_layer_gets_the_shape_that_its_reads_have():
     layer = Layer("layer", IDENTITY, {"norm": "a", "pair": ("b", "a")})
     params = {"a": torch.ones(1), "b": torch.zeros(1)}

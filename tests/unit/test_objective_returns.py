@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rpfunc import Batch, State, optim, plan, train_steps, value, value_and_grad
+from rpfunc import Batch, State, optim, plan, reference, train_steps, value, value_and_grad
 from rpfunc.errors import BatchError, ModelError
 from rpfunc.objectives import sft
-from rpfunc.testing import exact
+from rpfunc.testing import assert_close, exact
 
-PARAMS, BATCH = exact.init(), exact.batch(2, 3)
+PARAMS, BATCH = exact.init(), exact.batch(3, 3)
 MODEL = exact.model()
 GOOD = sft()
 
@@ -29,6 +29,7 @@ WRONG = {
         lambda output, batch: output.sum(),
         lambda output, batch: output[:, 0, 0],
         lambda output, batch: output[:0, :, 0],
+        lambda output, batch: output[..., 0].mean(dim=0, keepdim=True),
         lambda output, batch: output.argmax(-1),
         lambda output, batch: output[..., 0] + 1j,
     ],
@@ -68,11 +69,17 @@ def test_a_wrong_return_is_told_by_name(run, name, index):
         RUNS[run](objective)
 
 
-@pytest.mark.parametrize("total", [6, 6.0, torch.tensor(6), torch.tensor(6.0)], ids=str)
+@pytest.mark.parametrize(
+    "total", [6, 6.0, torch.tensor(6), torch.tensor(6.0), 2**24 + 1, torch.tensor(2**24 + 1)], ids=str
+)
 def test_a_total_may_be_any_real_number(total):
-    found = value_and_grad(MODEL, replace(GOOD, total=lambda batch: total))(PARAMS, BATCH)[0]
-    assert found.total == 6
-    assert torch.isfinite(found.loss)
+    objective = replace(GOOD, total=lambda batch: total)
+    found, grads = value_and_grad(MODEL, objective)(PARAMS, BATCH)
+    assert found.total == int(total)
+    loss, wanted = reference.value_and_grad(MODEL, objective)(PARAMS, BATCH)
+    whole = value_and_grad(MODEL, replace(GOOD, total=lambda batch: 1))(PARAMS, BATCH)[0].loss
+    assert found.loss == loss == whole / int(total)
+    assert_close(grads, wanted, 1e-10)
 
 
 def test_a_batch_is_no_sparse_one():

@@ -1,11 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rpfunc import Batch, random
+from rpfunc.errors import OptionsError
 
 MANY = 20_000
 
@@ -69,6 +71,27 @@ def test_split_gives_different_keys_the_same_each_time(seed, num):
 def test_folding_in_order_matters():
     root = random.key(0)
     assert random.fold_in(random.fold_in(root, 1), 2) != random.fold_in(random.fold_in(root, 2), 1)
+
+
+@pytest.mark.parametrize("number", [0, -3, 2**70, np.int64(3), np.uint8(3)])
+def test_any_whole_number_is_a_seed_and_folds_in(number):
+    assert random.key(number) == random.key(int(number))
+    assert random.fold_in(random.key(0), number) == random.fold_in(random.key(0), int(number))
+
+
+@pytest.mark.parametrize("number", [True, 2.0, None, [1], torch.tensor(1)])
+def test_what_is_no_whole_number_is_no_seed(number):
+    with pytest.raises(OptionsError, match=r"^key: seed is .*, it must be a whole number$"):
+        random.key(number)
+    with pytest.raises(OptionsError, match=r"^fold_in: data is .*, it must be a whole number or a text$"):
+        random.fold_in(random.key(0), number)
+
+
+@pytest.mark.parametrize("bits", [0, 1, -1, -2, 2**63 - 1, -(2**63), 1 << 11, -(1 << 11)])
+def test_the_extremes_of_the_bits_give_finite_numbers(monkeypatch, bits):
+    monkeypatch.setattr(random, "bits", lambda key, *indices: torch.full_like(indices[0], bits))
+    assert random.normal(random.key(0), (3,), torch.float64).isfinite().all()
+    assert random.categorical(random.key(0), torch.tensor([[-torch.inf, 0.0]])).tolist() == [1]
 
 
 def test_bits_are_fixed_for_ever():
