@@ -24,7 +24,7 @@ from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.bidirectional import Bidirectional
 from rpfunc.stream.chunk_major import check_stepping
-from rpfunc.stream.flat import FewChunks
+from rpfunc.stream.flat import FewChunks, requiring
 from rpfunc.stream.freeze import freeze
 from rpfunc.stream.recurrent import Recurrent
 from rpfunc.stream.stage import stage_fused, whole_grads
@@ -78,6 +78,7 @@ def memory(
         pieces, total = [piece.map(shape_only) for piece in pieces], fake.from_tensor(total)
         if frozen is not None:
             model, params = freeze(model, params, frozen)
+        params = requiring(params)
         meter = Meter()
         with Following(meter), torch.no_grad():
             pieces = with_statistic(model, objective, params, pieces, how)

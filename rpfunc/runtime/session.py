@@ -33,7 +33,7 @@ from rpfunc.schedule.timeline import Timeline
 from rpfunc.stream.flat import dense
 from rpfunc.stream.freeze import Frozen, thawing
 from rpfunc.stream.transforms import running_transforms
-from rpfunc.stream.value import cast_when_read, with_statistic
+from rpfunc.stream.value import AsTasksRead, with_statistic
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Session:
         if self._objective is not None and self._objective.statistic is not None:
             if version is not None:
                 self._await_version(version)
-            cast = cast_when_read(params, job.compute_dtype)
-            pieces = with_statistic(self._model, self._objective, cast, pieces, job.streaming)
+            read = AsTasksRead(params, job.compute_dtype)
+            pieces = with_statistic(self._model, self._objective, read, pieces, job.streaming)
         objective = _scaled(self._objective, scale)
         work = Work(self._model, objective, plan, job.streaming, job.recompute, workload, job.compute_dtype)
         number, shares_memory = self._next, runtime.shares_memory

@@ -137,6 +137,10 @@ class State:
         self._consumed = f"was donated to step {self._step + 1}"
         return values
 
+    def take_back(self) -> None:
+        """Makes the state good again: what it was given up for has not begun."""
+        self._consumed = ""
+
     def break_with(self, cause: str) -> None:
         """Marks the state as lost: an update overwrote a part of it and did not finish."""
         self._consumed = f"is broken: {cause} had begun to overwrite it"

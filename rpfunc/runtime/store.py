@@ -27,6 +27,7 @@ from rpfunc.optim.leafwise import LeafwiseState, prepare
 from rpfunc.optim.rows import rows
 from rpfunc.optim.step import advance_donated
 from rpfunc.runtime.state import Values
+from rpfunc.stream.flat import dense
 from rpfunc.stream.freeze import Frozen, frozen_leaves, mark
 
 
@@ -48,7 +49,7 @@ class Store:
         compute_dtype: torch.dtype | None,
         donate: bool,
     ) -> None:
-        params = dict(values.params)
+        params = dict(tree.map(dense, dict(values.params)))
         self._frozen = tree.unflatten(tree.flatten(params)[1], frozen_leaves(params, frozen))
         self._optimizer, self._staleness, self._donate = optimizer, staleness, donate
         self._compute_dtype = compute_dtype

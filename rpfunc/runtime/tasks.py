@@ -15,6 +15,7 @@ from rpfunc.objectives.objective import Objective
 from rpfunc.plan.plan import Plan, Span
 from rpfunc.schedule.task import Task
 from rpfunc.schedule.workload import Workload
+from rpfunc.stream.flat import requiring, unrequiring
 from rpfunc.stream.head import head_value
 from rpfunc.stream.layer_major import layer_transpose
 from rpfunc.stream.linearize import linearize
@@ -119,8 +120,10 @@ def perform(work: Work, task: Task, params: Params, inputs: Inputs, sums: Grads)
     I and W are B each, so that they give its bits: torch takes other kernels, which round otherwise, where weights are
     not differentiated. They show a schedule's order, not its gain.
     """
+    params = requiring(dict(params))
     if task.kind == "F":
-        return _forward(work, task, params, inputs), sums
+        outputs = _forward(work, task, params, inputs)
+        return outputs._replace(activations=unrequiring(dict(outputs.activations))), sums
     if task.kind == "I":
         loss, cotangent, _ = _backward(work, task, params, inputs, {})
         return Outputs({}, {}, cotangent, loss), sums

@@ -79,4 +79,4 @@ def _thawed(leaf: Any) -> Any:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    return tensor._is_view() and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()

@@ -12,6 +12,7 @@ from torch import Tensor
 from rpfunc import tree
 from rpfunc.errors import ModelError
 from rpfunc.model import Flat, accumulator_dtype
+from rpfunc.stream.transforms import running_transforms
 from rpfunc.sums import Sums, add, whole
 
 
@@ -57,6 +58,22 @@ def dense(leaf: Tensor) -> Tensor:
     return leaf if torch.empty_like(leaf, device="meta").stride() == leaf.stride() else leaf.clone()
 
 
+def requiring(params: Any) -> Any:
+    """Returns parameters that say that they require gradients, though none is taken: frozen ones do not.
+
+    torch.matmul takes another kernel for those that do, and inside a derivative they do: so a forward pass has the bits
+    of one that is differentiated.
+    """
+    return tree.map(
+        lambda leaf: leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and is_inexact(leaf) else leaf, params
+    )
+
+
+def unrequiring(structured: Any) -> Any:
+    """Returns the tree with tensors that require no gradients: themselves where they do not."""
+    return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, structured)
+
+
 def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Flat], tuple[Flat, ...]]]:
     """Returns function(*arguments) and its pullback: output cotangent -> one flat cotangent for each argument.
 
@@ -81,6 +98,8 @@ def vjp(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[F
         return floating(output)[0] or (torch.zeros((), device=leaves[0].device),), tuple(every_leaf)
 
     primals = tuple(leaf for flat in flats for leaf in flat)
+    if not running_transforms():  # no other derivative is to go through this one
+        primals = unrequiring(primals)
     if not primals:  # torch.func.vjp needs something to differentiate
         return function(*arguments), lambda cotangent: tuple(() for _ in arguments)
     result: Any = torch.func.vjp(call, *primals, has_aux=True)

@@ -16,6 +16,7 @@ from rpfunc.model import Model, Params
 from rpfunc.objectives.checked import checked
 from rpfunc.objectives.objective import Objective
 from rpfunc.stream.chunk_major import check_stepping
+from rpfunc.stream.flat import requiring
 from rpfunc.stream.freeze import cast
 from rpfunc.stream.head import head_value
 from rpfunc.stream.stage import stage_forward
@@ -48,7 +49,7 @@ def value(
 
     def function(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         model.check(params)
-        params = cast_when_read(params, compute_dtype)
+        params = AsTasksRead(params, compute_dtype)
         prepared = scored.prepare(batch)
         total = scored.total(prepared)
         pieces = with_statistic(model, scored, params, prepared.microbatches(microbatches), how)
@@ -85,21 +86,19 @@ def _sums(model: Model, objective: Objective, params: Params, pieces: Sequence[B
     return sums
 
 
-def cast_when_read(params: Params, dtype: torch.dtype | None) -> Params:
-    """Returns parameters in another dtype (None: in their own), each subtree cast when it is read.
-
-    They may be mapped from a file, and larger than memory.
-    """
-    return params if dtype is None else _Cast(params, dtype)
-
-
 @dataclass(frozen=True)
-class _Cast(Mapping[str, Any]):
+class AsTasksRead(Mapping[str, Any]):
+    """Parameters as tasks read them: in another dtype (None: in their own), and requiring gradients (see `requiring`).
+
+    Each subtree is cast when it is read: they may be mapped from a file, and larger than memory.
+    """
+
     params: Params
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
     def __getitem__(self, name: str) -> Any:
-        return tree.map(lambda leaf: cast(leaf, self.dtype), self.params[name])
+        subtree, dtype = self.params[name], self.dtype
+        return requiring(subtree if dtype is None else tree.map(lambda leaf: cast(leaf, dtype), subtree))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.params)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -34,14 +35,22 @@ def save(
     the disk, and then take its name: whenever the process is killed, `path` is a whole checkpoint, the last one or
     this one.
     """
-    path, notes = Path(path), notes or {}
+    path, notes, values = Path(path), notes or {}, _values(path, state)
+    tensors = _named(_trees(values, frozen))
     odd = [
-        f"note {name!r} is a {type(text).__name__}, needs text" for name, text in notes.items() if type(text) is not str
+        f"note {name!r} is a {type(text).__name__}, needs text under a name that is text"
+        for name, text in notes.items()
+        if type(text) is not str or type(name) is not str
     ]
+    odd += [
+        f"{name} is a {type(leaf).__name__}, needs a tensor"
+        for name, leaf in tensors.items()
+        if not isinstance(leaf, Tensor)
+    ]
+    if path.exists() and not path.is_file():
+        odd.append("is there and is no regular file, which a checkpoint could replace; another name would do")
     if odd:
         raise CheckpointError.listing(f"checkpoint {path}", odd)
-    values = state.values()
-    tensors = _named(_trees(values, frozen))
     unshared = dict(zip(tensors, own(tuple(leaf.detach().cpu() for leaf in tensors.values())), strict=True))
     header = {**notes, "format": FORMAT, "step": str(state.step), "scales": json.dumps(values.scales)}
     try:
@@ -59,25 +68,27 @@ def load(path: Path | str, like: State, *, frozen: tree.Mask | None = None) -> S
     Raises CheckpointError if the file is missing, cut short or of another kind, or names every tensor that is
     missing, unexpected, or of another shape or dtype.
     """
-    header = read_notes(path)
+    header, values = read_notes(path), _values(path, like)
     with safe_open(path, framework="pt") as file:
-        # copied out, so that no parameter lives in a mapped file that a later checkpoint replaces
-        found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
-    values = like.values()
-    is_stale = any(name.split(".", 1)[0] == "stale" for name in found)
-    trees = _trees(values._replace(stale=values.params if is_stale else None), frozen)
-    problems = sorted(_differences(found, _named(trees)))
-    if problems:
-        raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", problems)
-    restored = tree.unflatten(tree.flatten(trees)[1], [found[name] for name in tree.paths(trees)])
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        is_stale = any(name.split(".", 1)[0] == "stale" for name in found)
+        trees = _trees(values._replace(stale=values.params if is_stale else None), frozen)
+        wanted = _named(trees)
+        problems = sorted(_differences(found, wanted))
+        if problems:
+            raise CheckpointError.listing(f"checkpoint {path} is of another model or optimizer", problems)
+        # copied out, so that no parameter lives in a mapped file that a later checkpoint replaces; with the strides of
+        # `like`, on which the last bits of what is computed with it depend
+        leaves = [torch.empty_like(leaf, dtype=found[name].dtype).copy_(found[name]) for name, leaf in wanted.items()]
+    restored = tree.unflatten(tree.flatten(trees)[1], leaves)
     fixed, _ = tree.partition(dict(values.params), _mask(frozen))
     params, stale = (
         dict(tree.combine(fixed, restored[part])) if part in restored else None for part in ("params", "stale")
     )
     assert params is not None
     try:
-        step, scales = int(header["step"]), tuple(LossScale(*each) for each in json.loads(header.get("scales", "[]")))
-    except (KeyError, ValueError, TypeError) as error:
+        step, scales = int(header["step"]), [LossScale(*each) for each in json.loads(header.get("scales", "[]"))]
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its header cannot be read ({error!r})") from error
     return State(params, restored["optimizer"], step, stale=stale, scales=scales)
 
@@ -94,6 +105,14 @@ def read_notes(path: Path | str) -> dict[str, str]:
     if notes.get("format") not in FORMATS:
         raise CheckpointError(f"checkpoint {path}: is a safetensors file but no {FORMAT!r}")
     return notes
+
+
+def _values(path: Path | str, state: Any) -> Values:
+    if not isinstance(state, State):
+        raise CheckpointError(
+            f"checkpoint {path}: got a {type(state).__name__}, needs a State (State.create makes one)"
+        )
+    return state.values()
 
 
 def _differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Iterator[str]:

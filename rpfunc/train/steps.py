@@ -122,9 +122,9 @@ def train_steps(
     One batch more (two, if asynchronous) than states have been yielded is asked for: batches that depend on the newest
     state (rollouts) want one call a rollout, with a shared `Runtime`.
     An error ends the steps; the state yielded last (or given, before the first) is whole unless it was donated to an
-    update that failed, which its next use says. A state whose own update fails raises that error when it is looked at;
-    the one before it is whole or says that it is broken. StopIteration, which would look like the end of the steps,
-    becomes an OptionsError that names where it was raised.
+    update that failed, or to one that an interrupt came beside, which its next use says. A state whose own update fails
+    raises that error when it is looked at; the one before it is whole or says that it is broken. StopIteration, which
+    would look like the end of the steps, becomes an OptionsError that names where it was raised.
     """
     problems = flag_problems({"asynchronous": asynchronous, "donate": donate})
     if not is_word(nonfinite, ["skip", "raise"]):
@@ -178,7 +178,7 @@ class _Steps:
             with flight.session:
                 try:
                     for _ in range(1 + self.staleness):
-                        flight.start_next()
+                        flight.start(flight.next_batch())
                     while flight.running:
                         state, result = flight.step(state)
                         yield state, result
@@ -214,19 +214,26 @@ class _Flight:
         self.running: deque[Running] = deque()
         self._number = 0  # of the iteration whose step comes next
         self._ended = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._step: Future[Values] | None = None
         self._updates: deque[Event] = deque()  # written by the thread that makes steps, before it measures the next
 
-    def start_next(self) -> None:
-        """Starts one more iteration. What fails here is told once all steps before it are done."""
-        if self._ended:
+    def next_batch(self) -> Any:
+        """Returns one batch more, END after the last. What fails here is told once all steps before it are done."""
+        batch = END
+        if not self._ended:
+            try:
+                batch = next(self._batches, END)
+            except Exception as error:
+                self._failure = error
+        self._ended = batch is END
+        return batch
+
+    def start(self, batch: Any) -> None:
+        """Starts an iteration on a batch. What fails here is told once all steps before it are done."""
+        if batch is END:
             return
         try:
-            batch = next(self._batches, END)
-            if batch is END:
-                self._ended = True
-                return
             if self._planner is not None:
                 self._plan = self._planner.plan
             elif self._plan is None:  # chosen once, for batches like the first
@@ -238,7 +245,7 @@ class _Flight:
             params = self._store.versions[version]
             made = version if version > 0 else None  # of those made here there are events; the first ones are there
             self.running.append(self.session.start(params, batch, self._plan, version=made, scale=scale))
-        except BaseException as error:  # an interrupt, too: the step before has taken the caller's state
+        except Exception as error:
             self._ended, self._failure = True, error
 
     def step(self, state: State) -> tuple[State, StepResult]:
@@ -266,6 +273,7 @@ class _Flight:
         if self._scales:
             self._scales = [*self._scales[1:], _next_scale(self._scales[-1], overflowed=not finite)]
         self._number += 1
+        batch = self.next_batch()  # an interrupt while it is made finds the state as it was
         if self._steps.donate and not skipped:
             state.consume()  # here, so that its next use raises at once, however late the step begins
         make = partial(self._make, state, measured, number, skipped, last)
@@ -277,9 +285,13 @@ class _Flight:
         whole = objective is not None and objective.statistic is not None  # its pass over a batch reads all subtrees
         if self._steps.staleness or self._runtime.is_inline or whole:
             self._step = self._submit(make)
-            self.start_next()
+            self.start(batch)
         else:  # the workers are free: this thread, with all its cores, makes the step while they wait for its subtrees
-            self.start_next()
+            try:
+                self.start(batch)
+            except BaseException:  # an interrupt: nothing has overwritten the state
+                state.take_back()
+                raise
             with self._runtime.waiting_for_caller():
                 self._step = self._submit(make)
         reported = StepResult(

@@ -27,7 +27,7 @@ def digits(num_layers, log=None):
         def function(params, x, batch):
             if log is not None:
                 log.append(index)
-            x = torch.zeros(1, 1, 1, dtype=torch.float64) if index == 0 else x
+            x = torch.zeros(batch.num_examples, 1, 1, dtype=torch.float64) if index == 0 else x
             return 10 * x + index
 
         return Layer(f"layer{index}", rowwise(function))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
-from rpfunc import Batch, Layer, Model, Runtime, State, memory, optim, random, train_steps, tree, value_and_grad
-from rpfunc.errors import MemoryLimitError, OptionsError
+from rpfunc import Batch, Layer, Model, Runtime, State, memory, optim, plan, random, train_steps, tree, value_and_grad
+from rpfunc.errors import MemoryLimitError, ModelError, OptionsError
 from rpfunc.meter import Following, Meter
 from rpfunc.models import decoder
 from rpfunc.models.decoder import DecoderConfig
@@ -135,6 +135,36 @@ def test_a_layer_that_takes_more_than_was_planned_is_stopped():
     with pytest.raises(MemoryLimitError, match=r"worker 0: .* bytes live at once, its memory_bytes is 100,000"):
         function(params, batch)
     assert threading.active_count() == before
+
+
+def by_number(params, x, batch):
+    """As a mixture of experts that picks its rows."""
+    rows = (batch.row["x"] > 0).nonzero(as_tuple=True)
+    return batch.row["x"].index_put(rows, params["w"] * batch.row["x"][rows])
+
+
+def by_value(params, x, batch):
+    return batch.row["x"] * params["w"] * (2 if batch.row["x"].max().item() > 0 else 1)
+
+
+@pytest.mark.parametrize("function", [by_number, by_value])
+def test_what_numbers_alone_can_tell_is_refused_by_name_and_runs_without_a_limit(function):
+    objective = Objective(
+        "sum",
+        lambda batch: batch,
+        lambda batch: torch.ones(()),
+        lambda output, batch: output,
+        lambda sums, *_: sums.sum(),
+    )
+    model, params = Model((Layer("picks", rowwise(function), "a"),)), {"a": {"w": torch.ones(())}}
+    batch = Batch(row={"x": torch.ones(2, 5)})
+    assert value_and_grad(model, objective, workers=2)(params, batch)[0].loss.isfinite()
+    words = r"^memory: .* depends on numbers, .*\(in layer 'picks', forward pass\).*a run without a memory limit$"
+    for limit in (1, PLENTY):
+        with pytest.raises(ModelError, match=words):
+            value_and_grad(model, objective, workers=[Cpu(memory_bytes=limit)])(params, batch)
+    with pytest.raises(ModelError, match=words):
+        plan.memory(model, objective, params, batch)
 
 
 @pytest.mark.parametrize(

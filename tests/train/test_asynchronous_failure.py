@@ -111,6 +111,29 @@ def test_abandoned_steps_are_dropped_and_the_last_state_is_whole(looked_at, dona
     assert ended.params["a"].item() == wanted[looked_at + 3]  # nothing of what was dropped has been done twice
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("workers", [None, 1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_while_a_batch_is_made_leaves_the_last_state_whole(error, at, donate, workers, asynchronous):
+    optimizer = optim.sgd(0.125)
+
+    def batches():
+        for number in range(6):
+            if number == at:
+                raise error
+            yield batch_of(1.0)
+
+    reached = [start(optimizer)]
+    how = {"donate": donate, "workers": workers, "asynchronous": asynchronous}
+    with pytest.raises(error):
+        collect(reached, steps(reached[0], batches(), optimizer, squared(), **how))
+    wanted, _ = by_hand(1.0, [1.0] * 6, asynchronous)
+    assert reached[-1].params["a"].item() == wanted[len(reached) - 1]
+    assert len(reached) == max(1, at - asynchronous)
+
+
 INTERRUPTED = """
     import signal, threading, time
     import torch

@@ -12,7 +12,7 @@ from rpfunc.plan import partition
 from rpfunc.plan.costs import LayerCost, stage_costs
 from rpfunc.schedule import Workload, round_robin, simulate
 from rpfunc.testing import exact
-from rpfunc.train import auto_plan
+from rpfunc.train import auto_plan, steps
 from rpfunc.train.auto_plan import MEASURED_STEPS, PATIENCE, AutoPlan, advance
 from rpfunc.train.options import DataOptions, ExecutionOptions, TrainOptions
 
@@ -121,6 +121,29 @@ def test_training_has_the_same_bits_whatever_was_measured(workers, tolerance, mo
     assert plans[MEASURED_STEPS] != each or workers > 1
     if tolerance < 0:
         assert plans[MEASURED_STEPS + PATIENCE] == each
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2, 3])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_that_are_under_way_when_the_plan_changes_do_not_count(workers, asynchronous, monkeypatch):
+    """Measured anew in each step: the next iteration is always one of the plan before."""
+    monkeypatch.setattr(auto_plan, "TOLERANCE", -1.0)
+    monkeypatch.setattr(auto_plan, "PATIENCE", 1)
+    optimizer, plans = optim.sgd(0.125), []
+
+    def watched(state, timeline):
+        plans.append(str(state.plan))
+        return advance(state, timeline)
+
+    monkeypatch.setattr(steps, "advance", watched)
+    how = {"model": exact.model(), "objective": exact.linear(), "optimizer": optimizer, "asynchronous": asynchronous}
+    batches = [exact.batch(4, 3, seed=number) for number in range(12)]
+    *_, (found, _) = train_steps(
+        State.create(exact.init(), optimizer), batches, **how, workers=workers, microbatches=2, plan="auto"
+    )
+    *_, (wanted, _) = train_steps(State.create(exact.init(), optimizer), batches, **how, microbatches=2)
+    assert len(set(plans)) > 1
+    assert all(a.equal(b) for a, b in zip(tree.leaves(found.params), tree.leaves(wanted.params), strict=True))
 
 
 def test_a_training_run_may_ask_for_it():

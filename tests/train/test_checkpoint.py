@@ -1,15 +1,19 @@
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rpfunc import optim, random, tree
-from rpfunc.errors import CheckpointError
+from rpfunc.errors import CheckpointError, OptionsError
 from rpfunc.models import decoder
 from rpfunc.models.decoder import DecoderConfig
 from rpfunc.runtime import State
+from rpfunc.testing import exact
 from rpfunc.train import checkpoint
 
 
@@ -116,6 +120,39 @@ def test_a_path_may_be_text(tmp_path):
     checkpoint.save(path, state, {"what": "text"})
     assert torch.equal(checkpoint.load(path, state).params["w"], state.params["w"])
     assert checkpoint.read_notes(path)["what"] == "text"
+
+
+def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path):
+    path, state = tmp_path / "c.safetensors", State.create(exact.init(), optim.sgd(0.5))
+    odd = State(exact.init(), {"count": 3})
+    for function in (lambda: checkpoint.save(path, None), lambda: checkpoint.load(path, "state")):
+        with pytest.raises(CheckpointError, match=r"needs a State|there is no such file"):
+            function()
+    (tmp_path / "folder").mkdir()
+    for function, message in [
+        (lambda: checkpoint.save(path, state, {3: "text"}), "note 3 is a str, needs text under a name that is text"),
+        (lambda: checkpoint.save(path, odd), "optimizer.count is a int, needs a tensor"),
+        (lambda: checkpoint.save(tmp_path / "folder", state), "is there and is no regular file"),
+        (lambda: checkpoint.save(os.devnull, state), "is there and is no regular file"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            function()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+    checkpoint.save(path, state)
+    with pytest.raises(CheckpointError, match="got a str, needs a State"):
+        checkpoint.load(path, "state")
+
+
+@pytest.mark.parametrize("scales", ["[" * 100_000, "[[1, 2, 3]]", "no list", '[["a"]]'])
+def test_scales_that_cannot_be_read_are_refused(tmp_path, scales):
+    path, state = tmp_path / "c.safetensors", State.create(exact.init(), optim.sgd(0.5))
+    checkpoint.save(path, state)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (no mapping)
+        header = {**file.metadata(), "scales": scales}
+    save_file(tensors, path, metadata=header)
+    with pytest.raises((CheckpointError, OptionsError)):
+        checkpoint.load(path, state)
 
 
 def test_notes_are_text(tmp_path):
