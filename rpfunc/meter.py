@@ -49,13 +49,15 @@ class Meter:
                 f"{self._name}: {self.live_bytes:,} bytes live at once, its memory_bytes is {self.limit_bytes:,}"
             )
 
-    def forget(self, storages: Iterable[UntypedStorage]) -> None:
-        """Counts these storages no more: somebody else holds them."""
+    def hand_over(self, kept: Iterable[UntypedStorage] = ()) -> None:
+        """Counts no more what lives now, but for `kept`: somebody else holds it."""
         with self._lock:
-            for storage in storages:
-                finalizer = self._followed.pop(id(storage), None)
-                if finalizer is not None and finalizer.detach() is not None:
-                    self.live_bytes -= storage.nbytes()
+            own = {id(storage) for storage in kept}
+            for key in self._followed.keys() - own:
+                followed = self._followed.pop(key).detach()
+                if followed is not None:
+                    _, _, (_, num_bytes), _ = followed
+                    self.live_bytes -= num_bytes
 
     def _release(self, key: int, num_bytes: int) -> None:
         with self._lock:

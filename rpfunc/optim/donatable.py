@@ -83,12 +83,15 @@ def _span(index: int, tensor: Tensor, written: bool) -> _Span:
 def _overlaps(leaves: list[Any], num_written: int) -> list[tuple[int, int]]:
     """Returns pairs of leaves in the same memory; the first `num_written` are written, the others read."""
     spans = [_span(index, leaf, index < num_written) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    pairs = []
-    last = _Span(-1, -1, -1, True, False)
+    pairs: dict[tuple[int, int], None] = {}
+    # of each kind the one before that reaches furthest: a wide one with gaps, or one that is only read, hides none
+    furthest: dict[tuple[bool, bool], _Span] = {}
     for span in sorted(spans):
-        met = span.start < min(last.end, span.end) and (span.written or last.written)
-        if met and (span.start == last.start or (span.contiguous and last.contiguous)):
-            pairs.append((last.place, span.place))
-        if span.end > last.end:
-            last = span
-    return pairs
+        for last in furthest.values():
+            met = span.start < min(last.end, span.end) and (span.written or last.written)
+            if met and (span.start == last.start or (span.contiguous and last.contiguous)):
+                pairs[last.place, span.place] = None
+        kind = span.contiguous, span.written
+        if kind not in furthest or span.end > furthest[kind].end:
+            furthest[kind] = span
+    return list(pairs)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import fsum, inf
+from math import fsum, isfinite
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -113,12 +113,16 @@ def advance(leafwise: Leafwise, updates: Tree, leaves: Tree, params: Tree, coeff
 
 
 def exact_sum(parts: Iterable[float]) -> float:
-    """Returns the correctly rounded sum, which no order of the parts can change.
+    """Returns the correctly rounded sum, which no order of the parts can change; nan of infinities of both signs.
 
     >>> exact_sum([1e16, 1.0, -1e16])
     1.0
     """
+    parts = list(parts)
+    special = [part for part in parts if not isfinite(part)]
+    if special:
+        return sum(special)
     try:
         return fsum(parts)
-    except OverflowError:  # finite parts with a sum beyond float64
-        return inf
+    except OverflowError:  # on the way, or of the sum itself
+        return fsum(part * 2.0**-64 for part in parts) * 2.0**64

@@ -77,12 +77,12 @@ class Execution:
         params, meter = buffers.params[run], self._meters[operation.worker]
         with self._following(operation.worker):
             outputs, sums = perform(iteration.work, task, params, iteration.inputs(task), iteration.sums(place))
-        if meter is not None:  # the host's, from here on
-            meter.forget(_storages((outputs, sums)))
+        if task == run[-1]:
+            del buffers.params[run]
+        if meter is not None:  # all else that lives is the host's from here on, what pullbacks hold too
+            meter.hand_over(_storages(buffers.params))
         iteration.store(task, outputs)
         iteration.store_sums(place, sums)
-        if task == run[-1]:
-            buffers.params.pop(run, None)
 
     def _parameter_upload(self, operation: Operation, device: Device, buffers: Buffers) -> None:
         run, iteration = operation.run, self._iteration
@@ -113,9 +113,9 @@ class Execution:
         def compute() -> tuple[Outputs, Grads]:
             with self._following(operation.worker):
                 outputs, sums = perform(work, task, params, inputs, buffers.sums[run])
-            # a layer may hand on a parameter: what lives on must not be taken away with the parameters
-            borrowed = _storages(params) | _storages(sums)
-            return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage() in borrowed else leaf, outputs), sums
+                # a layer may hand on a parameter: what lives on must not be taken away with the parameters
+                lent = _storages(params) | _storages(sums)
+                return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage() in lent else leaf, outputs), sums
 
         buffers.outputs[task], buffers.sums[run] = device.run(compute)
         del buffers.inputs[task]

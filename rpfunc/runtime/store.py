@@ -65,7 +65,7 @@ class Store:
         main = {name: self._cast(name, params[name], None) for name in self.names}
         self.versions: dict[int, dict[str, Any]] = {0: main}
         if staleness:
-            self.versions[-1] = main if values.stale is None else mark(self._own(dict(values.stale)), self._frozen)
+            self.versions[-1] = main if values.stale is None else self._given(dict(values.stale), main)
 
     def open(self, version: int) -> None:
         """Makes place for a version that a step is about to make."""
@@ -169,9 +169,18 @@ class Store:
         """Returns whether the optimizer's copy of a leaf is its main copy too."""
         return self._compute_dtype is None or leaf.dtype == self._compute_dtype
 
-    def _own(self, stale: Params) -> Params:
-        """Returns what may be written over one day."""
-        return dict(tree.map(torch.clone, stale)) if self._donate else stale
+    def _given(self, stale: Params, main: Params) -> dict[str, Any]:
+        """Returns the copies that a run before this one was to compute with next, in the dtypes of this one's: they may
+        be written over one day.
+        """
+
+        def like(leaf: Any, place: Any) -> Any:
+            if isinstance(leaf, Frozen):
+                return leaf
+            return dense(leaf).to(place.dtype, copy=self._donate)
+
+        marked = mark(stale, self._frozen)
+        return {name: tree.map(like, marked[name], main[name]) for name in self.names}
 
 
 def _unmarked(params: Params) -> Params:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -53,9 +53,14 @@ def join(thread: threading.Thread) -> None:
 
 def result_of(future: Future[T]) -> T:
     """Returns the future's result, or raises its error, once it is there."""
+    done(future)
+    return future.result()
+
+
+def done(future: Future[Any]) -> None:
+    """Returns once the future's result or error is there."""
     while not wait([future], timeout=MOMENT_S).done:
         pass
-    return future.result()
 
 
 def fulfil(future: Future[T], function: Callable[[], T]) -> None:

@@ -177,7 +177,7 @@ class Runtime:
         try:
             queues: dict[Channel, Jobs] = {channel: queue.SimpleQueue() for channel in channels}
             # The threads end with the runtime, even if an interrupt comes before the first line of `__exit__`.
-            weakref.finalize(self, _end, tuple(queues.values()))
+            ending = weakref.finalize(self, _end, tuple(queues.values()))
             ready: list[Future[None]] = [Future() for _ in channels]
             threads = [
                 # A daemon: a program that forgets to leave the block can still end.
@@ -189,7 +189,7 @@ class Runtime:
             opening = threading.Thread(
                 target=fulfil, args=(started, partial(_start, threads, ready)), name="rpfunc-opening", daemon=True
             )
-            self._block = _Block(queues, (opening, *threads))
+            self._block = _Block(queues, (opening, *threads), ending)
             opening.start()
             result_of(started)
             return self
@@ -211,7 +211,7 @@ class Runtime:
         if block is None:
             return
         with block.submitting:  # what is submitted from now on is refused, not lost
-            _end(block.queues.values())
+            block.ending()
             self._block = None
         for thread in block.threads:
             join(thread)
@@ -262,6 +262,7 @@ class _Block:
     """What lives as long as a runtime's `with` block.
 
     threads     the one that starts the others comes first
+    ending      lets the threads end; called once, by the block's end or the runtime's
     process     whose threads they are
     waited_for  callers' threads that make what work on the channels waits for
     submitting  held while jobs are given out, and while the block ends: again by the same thread, if an interrupt has
@@ -270,6 +271,7 @@ class _Block:
 
     queues: Mapping[Channel, Jobs]
     threads: Sequence[threading.Thread]
+    ending: Callable[[], Any]
     process: int = field(default_factory=os.getpid)
     waited_for: list[threading.Thread] = field(default_factory=list)
     submitting: Any = field(default_factory=threading.RLock)

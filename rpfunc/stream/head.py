@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import reduce
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +26,24 @@ Derivative = Callable[[Tensor], Tensor]
 
 def head_value(layer: Layer, objective: Objective, params: Params, x: Any, batch: Batch, how: Streaming) -> Tensor:
     """Returns Σ over rows of s, (B, ...) float64, without gradients."""
-    selected, sums = layer.select(params), []
+    selected = layer.select(params)
 
     def output(x: Any, rows: Batch) -> Any:
         with Calling(layer, "forward", selected, x, rows):
             return layer.form.full(selected, x, rows)
 
-    for chunk in _pieces(layer, x, batch, how):
-        with FewRowsProducts():
-            scores = [_score(objective, output(x, rows), rows, cut=span is not None) for span, x, rows in chunk]
-        sums.append(_added(map(_sum, scores)))
-    return _added(sums)
+    sums: Tensor | None = None
+    for chunk in _pieces(layer, batch, how):
+        of_chunk: Tensor | None = None
+        for span in chunk:
+            x_rows, piece = _cut(x, batch, span)
+            with FewRowsProducts():
+                scores = _score(objective, output(x_rows, piece), piece, cut=span is not None)
+            of_chunk = _add(of_chunk, _sum(scores))
+            del scores
+        sums = _add(sums, of_chunk)
+    assert sums is not None
+    return sums
 
 
 def head_vjp(
@@ -54,13 +60,13 @@ def head_vjp(
 
     Cost: one vjp of each run of rows, and no recomputation: the cotangents are known before.
     """
-    selected, chunks = layer.select(params), _pieces(layer, x, batch, how)
-    sums = []
+    selected = layer.select(params)
+    sums: Tensor | None = None
     dx: Flat | None = None
-    for chunk in chunks:
-        parts = []
-        for span, x_rows, piece in chunk:
-            cut = span is not None
+    for chunk in _pieces(layer, batch, how):
+        of_chunk: Tensor | None = None
+        for span in chunk:
+            (x_rows, piece), cut = _cut(x, batch, span), span is not None
 
             def score(params: Any, x: Any, given: Any = x_rows, piece: Batch = piece, cut: bool = cut) -> Tensor:
                 with Calling(layer, "forward", selected, given, piece):
@@ -73,15 +79,16 @@ def head_vjp(
             cotangent = derivative(scores).to(scores.dtype).unsqueeze(1).expand_as(scores)
             with Calling(layer, "backward"):
                 grads, (dx_rows,) = pull((cotangent,), grads)
-            parts.append(_sum(scores))
+            of_chunk = _add(of_chunk, _sum(scores))
             if span is None:
                 dx = own(dx_rows, foreign=(cotangent,))
             else:
                 dx = write(dx, dx_rows, span[0], span[1], batch.num_rows)
             # not held while the next rows' are computed: each is as large as the head
-            del scores, pull, cotangent, dx_rows
-        sums.append(_added(parts))
-    return _added(sums), contiguous(dx or ()), grads or ()
+            del scores, pull, cotangent, dx_rows, x_rows, piece, score
+        sums = _add(sums, of_chunk)
+    assert sums is not None
+    return sums, contiguous(dx or ()), grads or ()
 
 
 def derivative_of(objective: Objective, batch: Batch, total: Tensor, sums: Callable[[], Tensor]) -> Derivative:
@@ -102,27 +109,24 @@ def _gradient(objective: Objective, batch: Batch, total: Tensor, sums: Tensor) -
     return gradient
 
 
-def _pieces(layer: Layer, x: Any, batch: Batch, how: Streaming) -> list[list[tuple[Any, Any, Batch]]]:
-    """Returns, chunk by chunk, (rows covered, x of those rows, batch of those rows); one piece where none is asked for.
+def _pieces(layer: Layer, batch: Batch, how: Streaming) -> list[list[tuple[int, int] | None]]:
+    """Returns the runs of rows that the head takes at a time, chunk by chunk; None, once, for all rows and no cut.
 
     The rows of a layer's chunk are cut by themselves, and chunks come from last to first: so it is where the head goes
     on with a chunk that the layer before has just finished, and no plan changes the order of a sum. A head that is not
     row-wise stays whole, and needs no row dimension at all.
     """
     if how.head_rows is None or not isinstance(layer.form, RowWise):
-        return [[(None, x, batch)]]
+        return [[None]]
     num_rows = batch.num_rows
     return [
-        [
-            (
-                (start + low, start + high),
-                rows(x, start + low, start + high),
-                batch.rows(start + low, start + high),
-            )
-            for low, high in even_spans(stop - start, how.head_rows)
-        ]
+        [(start + low, start + high) for low, high in even_spans(stop - start, how.head_rows)]
         for start, stop in reversed(spans(num_rows, how.chunk or num_rows))
     ]
+
+
+def _cut(x: Any, batch: Batch, span: tuple[int, int] | None) -> tuple[Any, Batch]:
+    return (x, batch) if span is None else (rows(x, *span), batch.rows(*span))
 
 
 def _score(objective: Objective, output: Any, piece: Batch, *, cut: bool) -> Tensor:
@@ -142,6 +146,5 @@ def _sum(scores: Tensor) -> Tensor:
     return scores.detach().double().sum(dim=1)
 
 
-def _added(parts: Iterable[Tensor]) -> Tensor:
-    """Returns their sum, from the first to the last; there is at least one."""
-    return reduce(torch.add, parts)
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    return part if total is None or part is None else total + part

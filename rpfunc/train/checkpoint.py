@@ -88,9 +88,9 @@ def load(path: Path | str, like: State, *, frozen: tree.Mask | None = None) -> S
     assert params is not None
     try:
         step, scales = int(header["step"]), [LossScale(*each) for each in json.loads(header.get("scales", "[]"))]
+        return State(params, restored["optimizer"], step, stale=stale, scales=scales)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its header cannot be read ({error!r})") from error
-    return State(params, restored["optimizer"], step, stale=stale, scales=scales)
 
 
 def read_notes(path: Path | str) -> dict[str, str]:

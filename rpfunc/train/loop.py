@@ -121,8 +121,9 @@ def run(
 ) -> Outcome:
     """Trains from `state` to the last step; metrics and checkpoints go to `folder`. Donates `state`.
 
-    After each step `stop` is asked; if it says yes, the run ends with a checkpoint of that step. The metrics and the
-    parameters are a function of the options and the text alone, however often the run is stopped and resumed.
+    After each step `stop` is asked; if it says yes, the run ends with a checkpoint of that step. The parameters, and
+    all metrics but those of time, are a function of the options and the text alone, however often the run is stopped
+    and resumed.
     """
     options = setting.options
     data, execution = options.data, options.execution
@@ -164,13 +165,16 @@ def run(
         donate=True,
     )
     recent: deque[Timeline] = deque(maxlen=DRAWN_STEPS)
+    # the optimizer's own count, by which it finds the rate: a skipped step is none
+    num_updates = max((int(count) for count in tree.leaves(state.optimizer_state.shared)), default=state.step)
     before = time.perf_counter()
     interrupted = False
     try:
         for state, result in steps:
             recent.append(result.timeline)
             now = time.perf_counter()
-            write(_record(setting, result, rate(state.step - 1), data.examples * data.rows / (now - before)))
+            write(_record(setting, result, rate(num_updates), data.examples * data.rows / (now - before)))
+            num_updates += not result.skipped
             before = now
             interrupted = state.step < options.steps and stop()
             if state.step % options.evaluate_every == 0 or state.step == options.steps:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from rpfunc.runtime.store import Store
 from rpfunc.runtime.tasks import Recompute
 from rpfunc.runtime.update import Measured, make_step, measure_gradients, skip_step
 from rpfunc.runtime.value_and_grad import Workers, open_runtime
-from rpfunc.runtime.waiting import fulfil, result_of
+from rpfunc.runtime.waiting import done, fulfil, result_of
 from rpfunc.runtime.workers import UPDATE, Cpu, Runtime
 from rpfunc.schedule.task import Schedule, Task
 from rpfunc.schedule.timeline import HOST, Event, Timeline
@@ -318,7 +318,7 @@ class _Flight:
         for running in reversed(self.running):
             running.cancel()
         if self._step is not None:
-            wait([self._step])
+            done(self._step)
 
     def _measure(self, running: Running, number: int) -> Measured:
         return measure_gradients(

@@ -92,6 +92,11 @@ def test_staleness_and_precision_change_the_run_and_workers_do_not(folder, rpfun
     assert bool(stale) == ("--optimizer.async" in how)
     scales = [record.get("loss_scale") for record in runs["one"][0] if "bits_per_byte" in record]
     assert scales == ([2.0**16, 2.0**16, *scales[2:]] if "float16" in how else [None] * 6)
+    records = {out: [record for record in runs[out][0] if "learning_rate" in record] for out in runs}
+    applied = [record["learning_rate"] for record in records["one"] if not record["skipped"]]
+    assert (
+        applied == [record["learning_rate"] for record in records["plain"]][: len(applied)]
+    )  # a skip is no step of it
     code, output, errors = rpfunc("train", "--resume", "one")
     assert (code, errors, "after step 6 of 6" in output) == (0, "", True)
 

@@ -179,3 +179,25 @@ def test_scales_are_saved(tmp_path):
     state = State({"a": torch.tensor(0.0)}, optimizer.init({"a": torch.tensor(0.0)}), 3, scales=scales)
     checkpoint.save(tmp_path / "c", state)
     assert checkpoint.load(tmp_path / "c", state).values().scales == scales
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("before", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("after", [torch.bfloat16, torch.float32, None])
+def test_a_run_goes_on_in_another_precision_with_parameters_of_their_own(before, after, donate):
+    """What a run was to compute with next is cast to what this one computes in; parameters keep dtype and bits."""
+    optimizer = optim.sgd(2.0**-9)
+    first = State.create({"a": torch.tensor(1.0)}, optimizer)
+    *_, (state, _) = run(first, [data(1.0)] * 3, optimizer, compute_dtype=before, asynchronous=True)
+    half, stale = state.params["a"].item(), state.values().stale["a"]
+    values, seen = state.values(), []
+    again = State(
+        {"a": torch.tensor(half)}, values.optimizer_state, state.step, stale={"a": stale.clone()}, scales=values.scales
+    )
+    how = {"compute_dtype": after, "asynchronous": True, "donate": donate, "workers": 1}
+    for number, (state, result) in enumerate(run(again, [data(1.0)] * 4, optimizer, times_x(seen), **how), start=1):
+        assert state.params["a"].dtype == torch.float32
+        assert state.params["a"].item() == half - number * 2.0**-9
+        assert not result.skipped
+    assert {dtype for dtype, _ in seen} == {after or torch.float32}
+    assert seen[0][1] == stale.item()

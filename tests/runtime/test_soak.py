@@ -105,6 +105,8 @@ def test_training_that_ends_in_every_way(workers, asynchronous, donate, ending, 
         assert ending in ("failing layer", "failing batch")
     found.close()
     wanted.close()
+    if ending == "all":
+        assert number == len(BATCHES)
     if number and ending != "abandoned":
         state, right = last
         assert_equal_bits(state.params, right.params)  # the last state is whole, whatever came after it

@@ -196,9 +196,14 @@ def test_a_meter_counts_what_lives():
         assert meter.live_bytes == 400  # c is a part of it
     other = c + 1
     assert meter.live_bytes == 400
-    meter.forget([c.untyped_storage(), other.untyped_storage()])
-    assert (meter.live_bytes, meter.peak_bytes) == (0, 800)
+    with Following(meter):
+        kept = torch.ones(5)
+    meter.hand_over([kept.untyped_storage(), other.untyped_storage()])
+    assert (meter.live_bytes, meter.peak_bytes) == (20, 800)
     del c
+    assert meter.live_bytes == 20
+    meter.hand_over()
+    del kept
     assert meter.live_bytes == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpfunc import optim
 from rpfunc.errors import OptimizerError, RpfuncError, TreeError
@@ -168,3 +171,29 @@ def test_elementwise_state_needs_the_shape_of_its_parameter() -> None:
     optimizer, params = optim.from_leafwise(wrong), {"w": torch.ones(2)}
     with pytest.raises(OptimizerError, match=r"w: the state of an elementwise transformation has shapes \[\(\)\]"):
         optim.step_donated(optimizer, {"w": torch.ones(2)}, optimizer.init(params), params)
+
+
+@given(st.data())
+def test_no_overlap_of_donated_leaves_without_gaps_hides_behind_another_leaf(data: st.DataObject) -> None:
+    """Against sets of places: slices, and beside them a column of all, which lies around them, and a slice read."""
+    whole = torch.zeros(24)
+    cuts = data.draw(st.lists(st.tuples(st.integers(0, 23), st.integers(1, 12)), min_size=1, max_size=4), "slices")
+    params = {f"p{index}": whole[start : start + length] for index, (start, length) in enumerate(cuts)}
+    start = data.draw(st.integers(0, 20), "read")
+    updates = {name: torch.ones(leaf.shape) for name, leaf in params.items()}
+    read = whole[start : start + 4]
+    if data.draw(st.booleans(), "a leaf of its own is read, too"):
+        params["r"], updates["r"] = torch.ones(read.shape), read
+    places = [set(range(a, min(a + b, 24))) for a, b in cuts]
+    pairs = [(i, j) for i in range(len(places)) for j in range(i)]
+    shared = any(places[i] & places[j] for i, j in pairs)
+    shared = shared or ("r" in params and any(set(range(start, start + len(read))) & each for each in places))
+    if data.draw(st.booleans(), "a column around them"):
+        params["column"] = whole.view(12, 2)[:, 0]
+        updates["column"] = torch.ones(12)
+        shared = shared or 0 in set().union(*places)  # else it counts as apart, as interleaved views do
+        if not shared:
+            return
+    optimizer = optim.sgd(0.5)
+    with pytest.raises(OptimizerError, match="share memory") if shared else nullcontext():
+        optim.step_donated(optimizer, updates, optimizer.init(params), params)
