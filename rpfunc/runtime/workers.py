@@ -211,7 +211,8 @@ class Runtime:
         if block is None:
             return
         with block.submitting:  # what is submitted from now on is refused, not lost
-            block.ending()
+            _end(block.queues.values())
+            block.ending.detach()
             self._block = None
         for thread in block.threads:
             join(thread)
@@ -262,7 +263,7 @@ class _Block:
     """What lives as long as a runtime's `with` block.
 
     threads     the one that starts the others comes first
-    ending      lets the threads end; called once, by the block's end or the runtime's
+    ending      does what the block's end does, should the runtime be gone before it
     process     whose threads they are
     waited_for  callers' threads that make what work on the channels waits for
     submitting  held while jobs are given out, and while the block ends: again by the same thread, if an interrupt has
@@ -271,7 +272,7 @@ class _Block:
 
     queues: Mapping[Channel, Jobs]
     threads: Sequence[threading.Thread]
-    ending: Callable[[], Any]
+    ending: weakref.finalize[..., Any]
     process: int = field(default_factory=os.getpid)
     waited_for: list[threading.Thread] = field(default_factory=list)
     submitting: Any = field(default_factory=threading.RLock)

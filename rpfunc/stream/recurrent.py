@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpfunc.batch import Batch
+from rpfunc.errors import ModelError
 from rpfunc.stream.form import Scanning
 from rpfunc.stream.writes import reading
 
@@ -38,7 +39,12 @@ class Recurrent(Scanning):
     def step(self, params: Any, x: Any, past: Any, batch: Batch) -> tuple[Any, Any]:
         """Returns (output rows, the state after them)."""
         state = self.init(params, batch) if past is None else past
-        return reading("state", state, self.body, params, x, state, batch)
+        found: Any = reading("state", state, self.body, params, x, state, batch)
+        if not isinstance(found, tuple | list) or len(found) != 2:  # a tensor would be taken apart by its examples
+            what = f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+            raise ModelError(f"recurrent: `body` returned {what}, needs two: (output rows, the state after them)")
+        output, after = found
+        return output, after
 
     def leave(self, params: Any, x: Any, past: Any, batch: Batch) -> Any:
         """Returns the state after the rows."""

@@ -16,7 +16,7 @@ def test_the_example_proves_its_layer_and_refuses_the_wrong_ones(capfd):
     assert lines[0].startswith("fading         exact: ")
     assert lines[1].startswith("looking_ahead  refused: recurrent layer: output row 0 depends on input row 1 (x)")
     assert lines[2].startswith(
-        "forgetting     refused: recurrent layer, layer by layer, 1 rows at a time: output row 1"
+        "forgetting     refused: recurrent layer, layer by layer, 2 rows at a time: output row 2"
     )
     plain, *streamed = [float(line.split("MiB")[0].split()[-1]) for line in lines if "MiB" in line]
     assert len(streamed) == 2

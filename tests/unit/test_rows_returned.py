@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rpfunc import Batch, Layer, Model, value, value_and_grad
+from rpfunc import Batch, Layer, Model, apply, value, value_and_grad
 from rpfunc.errors import ModelError
 from rpfunc.objectives import Objective, sft, weighted_mean
 from rpfunc.stream import attend, attending, recurrent, rowwise
@@ -134,3 +134,19 @@ def test_the_check_of_objectives_says_so_too(score):
 
     with pytest.raises(AssertionError, match=r"`score` returns \d rows for \d"):
         assert_streams_objective(objective, make_batch, 7)
+
+
+def test_a_recurrent_body_returns_rows_and_state_or_is_refused_by_name():
+    """A tensor alone would be taken apart by its examples, and the first be broadcast over all."""
+    batch = Batch(row={"x": torch.ones(2, 3, 1)})
+    for body, what in [
+        (lambda p, x, state, batch: batch.row["x"] * p, "a Tensor"),
+        (lambda p, x, state, batch: None, "a NoneType"),
+        (lambda p, x, state, batch: (batch.row["x"] * p, state, state), "3 values"),
+    ]:
+        form = recurrent(body, lambda p, batch: torch.zeros(batch.num_examples, 1))
+        for chunk in (None, 2):
+            model = Model((Layer("leaky", form, "w"),))
+            with pytest.raises(ModelError, match=rf"^recurrent: `body` returned {what}, needs two") as caught:
+                apply(model, chunk=chunk)({"w": torch.ones(1)}, batch)
+            assert any("layer 'leaky'" in note for note in caught.value.__notes__)
